@@ -1,0 +1,202 @@
+"""The only file that talks to `torch.distributed`, and (with `autodiff.py`) to private torch API.
+
+Collectives are asynchronous functional ops (``torch.ops._c10d_functional``: private, but what
+`torch.distributed._functional_collectives` and every compiler pass are built on): a launch returns a tensor
+that must be waited for, in eager code and in compiled graphs alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import PlanError, StateError, bad
+from .mesh import AbstractMesh
+
+Mesh = DeviceMesh | AbstractMesh
+
+_ops = torch.ops._c10d_functional
+
+# A communicator's collectives run in launch order, so reductions get a communicator of their own beside the
+# mesh's. One a process group, for as long as that group lives: the cache is keyed weakly by the group itself,
+# because names are used again after `destroy_process_group`.
+_reduction_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One mesh axis: its size, this rank's place on it, and the names of its two communicators.
+
+    The names are None on an `AbstractMesh`.
+    """
+
+    size: int
+    rank: int
+    gather_group: str | None = dataclasses.field(default=None, compare=False)
+    reduce_group: str | None = dataclasses.field(default=None, compare=False)
+
+
+def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]:
+    """The axes of `mesh`, outer to inner, with communicators made and warmed.
+
+    Collective over the mesh the first time (a new group an axis, one 1-element all-reduce on each group).
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise PlanError(
+            bad(
+                "mesh",
+                "a mesh without this rank",
+                "a mesh that holds the calling rank",
+                "call plan only on ranks of the mesh",
+            )
+        )
+    if isinstance(mesh, AbstractMesh):
+        return tuple(Axis(mesh.size(axis), coordinate[axis]) for axis in range(mesh.ndim))
+    axes = []
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        reduction = _reduction_group(group) if separate_reductions else group
+        axes.append(Axis(mesh.size(axis), coordinate[axis], group.group_name, reduction.group_name))
+    probe = torch.zeros(1, device=device_of(mesh))
+    for axis in axes:  # NCCL connects at the first collective; better here than inside a step
+        for name in dict.fromkeys((axis.gather_group, axis.reduce_group)):
+            _ops.wait_tensor(_ops.all_reduce(probe, "sum", name))
+    return tuple(axes)
+
+
+def _reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if group not in _reduction_groups:
+        made = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        _reduction_groups[group] = made
+    return _reduction_groups[group]
+
+
+def device_of(mesh: Mesh) -> torch.device:
+    """The device on which this rank's buffers live."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def exchange_objects(mesh: Mesh, obj: Any) -> list[Any]:
+    """`obj` of every rank of the mesh, row-major; one object all-gather an axis."""
+    gathered = [obj]
+    if isinstance(mesh, AbstractMesh):
+        return gathered
+    for axis in reversed(range(mesh.ndim)):
+        parts: list[Any] = [None] * mesh.size(axis)
+        dist.all_gather_object(parts, gathered, group=mesh.get_group(axis))
+        gathered = [item for part in parts for item in part]
+    return gathered
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A launched collective. `wait` gives its result; one that is dropped unwaited leaks its buffers.
+
+    `sizes` are the true sizes of an uneven gather's segments, which were padded to the largest.
+    """
+
+    raw: torch.Tensor
+    sizes: tuple[int, ...] | None
+    dtype: torch.dtype
+
+    def wait(self) -> torch.Tensor:
+        """The result, ordered after the collective on the current stream."""
+        done = _ops.wait_tensor(self.raw)
+        if self.sizes is not None:
+            widest = max(self.sizes)
+            done = torch.cat([done.narrow(0, i * widest, size) for i, size in enumerate(self.sizes)])
+        return done if done.dtype == self.dtype else done.view(self.dtype)
+
+
+# Gloo and NCCL agree on these; anything else (float8, int16, …) travels as bytes.
+_WIRE_DTYPES = frozenset(
+    (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    )
+)
+
+
+def _group(name: str | None, what: str) -> str:
+    if name is None:
+        raise StateError(bad("mesh", "an AbstractMesh", f"a DeviceMesh to {what} over", "plan again with a real mesh"))
+    return name
+
+
+def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
+    """Launch an all-gather of 1-D segments of `sizes[rank]` elements over `axis`.
+
+    Bytes received a rank: (sum of sizes - own) times the element size; with uneven sizes the wire carries
+    the largest size for everyone.
+    """
+    name = _group(axis.gather_group, "all-gather")
+    wire = local if local.dtype in _WIRE_DTYPES else local.view(torch.uint8)
+    scale = local.dtype.itemsize // wire.dtype.itemsize
+    widest = max(sizes)
+    if all(size == widest for size in sizes):
+        return Pending(_ops.all_gather_into_tensor(wire, axis.size, name), None, local.dtype)
+    padded = wire.new_zeros(widest * scale)
+    padded.narrow(0, 0, wire.numel()).copy_(wire)
+    raw = _ops.all_gather_into_tensor(padded, axis.size, name)
+    return Pending(raw, tuple(size * scale for size in sizes), local.dtype)
+
+
+def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
+    """Launch a sum reduce-scatter of a 1-D buffer into segments of `sizes[rank]` elements over `axis`.
+
+    Bytes sent a rank: (sum of sizes - own) times the element size; with uneven sizes the wire carries the
+    largest size for everyone.
+    """
+    name = _group(axis.reduce_group, "reduce")
+    widest = max(sizes)
+    if all(size == widest for size in sizes):
+        return Pending(_ops.reduce_scatter_tensor(full, "sum", axis.size, name), None, full.dtype)
+    padded = full.new_zeros(widest * axis.size)
+    start = 0
+    for rank, size in enumerate(sizes):
+        padded.narrow(0, rank * widest, size).copy_(full.narrow(0, start, size))
+        start += size
+    raw = _ops.reduce_scatter_tensor(padded, "sum", axis.size, name)
+    return Pending(raw, (sizes[axis.rank],), full.dtype)
+
+
+def all_reduce(full: torch.Tensor, axis: Axis) -> Pending:
+    """Launch a sum all-reduce of `full` over `axis` (out of place)."""
+    return Pending(_ops.all_reduce(full, "sum", _group(axis.reduce_group, "reduce")), None, full.dtype)
+
+
+def broadcast(tensor: torch.Tensor, axis: Axis) -> Pending:
+    """Launch a broadcast of the first rank's `tensor` over `axis` (out of place)."""
+    wire = tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
+    return Pending(_ops.broadcast(wire, 0, _group(axis.gather_group, "broadcast")), None, tensor.dtype)
+
+
+def copy_many(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its destination, casting, in as few kernels as there are dtype pairs.
+
+    `torch._foreach_copy_` is private; there is no public fused form of many copies.
+    """
+    if destinations:
+        torch._foreach_copy_(list(destinations), list(sources))
+
+
+def add_many(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Add each source to its destination, casting to the destination's dtype."""
+    for destination, source in zip(destinations, sources, strict=True):
+        destination.add_(source)

@@ -1,0 +1,195 @@
+"""Placements: how a flat buffer lies over one mesh axis, and the presets that combine them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from .errors import PlanError, bad
+
+
+class ShardLayout(enum.Enum):
+    """Whether rank segments are padded to one size or packed without padding (seed: layout_builder)."""
+
+    PADDED = "padded"
+    UNPADDED = "unpadded"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a buffer lies over one mesh axis; see the subclasses."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank of the axis holds only a segment."""
+        return isinstance(self, (RowAtomic, TensorAtomic))
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicate(Placement):
+    """Every rank of the axis holds the whole buffer, with equal values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial(Placement):
+    """Every rank of the axis holds a whole-sized summand; the value is the sum over ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowAtomic(Placement):
+    """Each rank holds a segment; no row (dim 0 slice) of a tensor is cut."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockAtomic(RowAtomic):
+    """As `RowAtomic`, and no run of `block_size` consecutive rows is cut."""
+
+    block_size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorAtomic(Placement):
+    """Each rank holds whole tensors: those it owns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placements:
+    """One placement a mesh axis, outer to inner, for parameters, gradients and optimizer state.
+
+    ``parameter`` is where compute weights rest between uses, ``gradient`` where gradients accumulate over
+    microbatches, ``optimizer`` where main weights, moments and the finished gradient live.
+
+    >>> zero3().gradient
+    (RowAtomic(),)
+    >>> hsdp().gradient
+    (Partial(), RowAtomic())
+    """
+
+    parameter: tuple[Placement, ...]
+    gradient: tuple[Placement, ...]
+    optimizer: tuple[Placement, ...]
+
+    @property
+    def ndim(self) -> int:
+        """Number of mesh axes these placements are for."""
+        return len(self.parameter)
+
+
+_R, _P, _S = Replicate(), Partial(), RowAtomic()
+
+
+def ddp(*, axes: int = 1) -> Placements:
+    """Everything replicated; gradients are all-reduced once a step. `axes` is the number of mesh axes."""
+    return Placements((_R,) * axes, (_P,) * axes, (_R,) * axes)
+
+
+def zero1() -> Placements:
+    """Optimizer state sharded: one reduce-scatter and one all-gather of every unit a step."""
+    return Placements((_R,), (_P,), (_S,))
+
+
+def zero2() -> Placements:
+    """Gradients sharded too: one reduce-scatter a microbatch, one all-gather a step."""
+    return Placements((_R,), (_S,), (_S,))
+
+
+def zero3() -> Placements:
+    """Weights sharded too: two all-gathers and one reduce-scatter of every unit a microbatch."""
+    return Placements((_S,), (_S,), (_S,))
+
+
+def hsdp() -> Placements:
+    """`zero3` on the inner axis, replicas on the outer one; one outer all-reduce a step."""
+    return Placements((_R, _S), (_P, _S), (_R, _S))
+
+
+def hfsdp() -> Placements:
+    """`zero3` on the inner axis, optimizer state sharded over both; one outer reduce-scatter and gather a step."""
+    return Placements((_R, _S), (_P, _S), (_S, _S))
+
+
+def sharded_axes(placement: tuple[Placement, ...]) -> tuple[int, ...]:
+    """Indices of the axes over which a buffer is sharded, inner to outer.
+
+    >>> sharded_axes(hfsdp().optimizer)
+    (1, 0)
+    """
+    return tuple(axis for axis in reversed(range(len(placement))) if placement[axis].is_sharded)
+
+
+def check_placements(placements: Placements, mesh_ndim: int) -> None:
+    """Refuse combinations that no sequence of transforms can serve.
+
+    Raises:
+        PlanError: naming the role and axis that is wrong.
+    """
+    roles = {
+        "parameter": placements.parameter,
+        "gradient": placements.gradient,
+        "optimizer": placements.optimizer,
+    }
+    for role, per_axis in roles.items():
+        if len(per_axis) != mesh_ndim:
+            raise PlanError(
+                bad(
+                    f"placements.{role}",
+                    f"{len(per_axis)} placements",
+                    f"one for each of the mesh's {mesh_ndim} axes, outer to inner",
+                    "use a preset made for that many axes (ddp/zero1/zero2/zero3 for one, hsdp/hfsdp for two) "
+                    "or pass a sub-mesh",
+                )
+            )
+    order = sharded_axes(placements.optimizer)
+    for role, per_axis in roles.items():
+        mine = sharded_axes(per_axis)
+        if mine != order[: len(mine)]:
+            raise PlanError(
+                bad(
+                    f"placements.{role}",
+                    f"shards over axes {mine}",
+                    f"the first of the optimizer's sharded axes, inner to outer {order}",
+                    "shard the optimizer state over every axis that parameters or gradients are sharded over, "
+                    "and leave out inner axes last",
+                )
+            )
+        for axis, placement in enumerate(per_axis):
+            if isinstance(placement, Partial) and role != "gradient":
+                raise PlanError(
+                    bad(
+                        f"placements.{role}",
+                        f"Partial on axis {axis}",
+                        "Replicate or a sharded placement",
+                        "only gradients can be partial",
+                    )
+                )
+            if isinstance(placement, Replicate) and role == "gradient":
+                raise PlanError(
+                    bad(
+                        "placements.gradient",
+                        f"Replicate on axis {axis}",
+                        "Partial or a sharded placement",
+                        "gradients arrive as summands: use Partial to reduce them once a step",
+                    )
+                )
+    for axis in range(mesh_ndim):
+        kinds = {per_axis[axis] for per_axis in roles.values() if per_axis[axis].is_sharded}
+        if len(kinds) > 1:
+            raise PlanError(
+                bad(
+                    "placements",
+                    f"{sorted(map(repr, kinds))} on axis {axis}",
+                    "one kind of sharding an axis",
+                    "all buffers of a group share one layout",
+                )
+            )
+
+
+def with_block_size(placements: Placements, block_size: int) -> Placements:
+    """Replace `RowAtomic` by `BlockAtomic(block_size)` when `block_size` is over 1."""
+    if block_size == 1:
+        return placements
+
+    def swap(per_axis: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        return tuple(BlockAtomic(block_size) if type(p) is RowAtomic else p for p in per_axis)
+
+    return Placements(swap(placements.parameter), swap(placements.gradient), swap(placements.optimizer))

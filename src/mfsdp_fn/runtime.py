@@ -1,0 +1,101 @@
+"""Policies of a run: what is kept gathered, how far ahead to launch, how much may be in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from .errors import PlanError, bad
+
+
+class PrefetchOrder(enum.Enum):
+    """Where the order of prefetching comes from (seed: context).
+
+    REGISTRATION: the order of the spec's units. RECORDED: the first call gathers on demand and is remembered
+    by the transformed function; later calls must repeat its sequence of units.
+    """
+
+    REGISTRATION = "registration"
+    RECORDED = "recorded"
+
+
+class Phase(enum.Enum):
+    """What a gather is for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutionOrder:
+    """A sequence of units, each (number of the state in the call, unit), as recorded in one forward."""
+
+    units: tuple[tuple[int, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RuntimePolicy:
+    """Settings that change when things are launched and what is kept, never results.
+
+    Args:
+        keep_gathered: unit patterns whose gathered weights are kept from forward to backward (one gather a
+            microbatch instead of two). ``""`` is the root unit.
+        prefetch_order: see `PrefetchOrder`.
+        forward_prefetch, backward_prefetch: how many elements may be gathered ahead of the unit in use; 0
+            gathers on demand, None (default) exactly one unit.
+        max_inflight_reductions: how many reduction inputs may be alive at once.
+        overlap_allgather_reduction: give reductions a communicator of their own, so that they run beside gathers.
+    """
+
+    keep_gathered: tuple[str, ...] = ()
+    prefetch_order: PrefetchOrder = PrefetchOrder.REGISTRATION
+    forward_prefetch: int | None = None
+    backward_prefetch: int | None = None
+    max_inflight_reductions: int = 1
+    overlap_allgather_reduction: bool = True
+
+
+def check_runtime(runtime: RuntimePolicy) -> None:
+    """Refuse settings that mean nothing.
+
+    Raises:
+        PlanError: naming the setting.
+    """
+    if isinstance(runtime.keep_gathered, str):
+        raise PlanError(
+            bad(
+                "runtime.keep_gathered",
+                repr(runtime.keep_gathered),
+                "a tuple of unit patterns",
+                f"write ({runtime.keep_gathered!r},)",
+            )
+        )
+    for name in ("forward_prefetch", "backward_prefetch"):
+        value = getattr(runtime, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise PlanError(
+                bad(
+                    f"runtime.{name}",
+                    value,
+                    "None or a number of elements",
+                    "None launches one unit ahead, 0 none",
+                )
+            )
+    if not isinstance(runtime.max_inflight_reductions, int) or runtime.max_inflight_reductions < 1:
+        raise PlanError(
+            bad(
+                "runtime.max_inflight_reductions",
+                runtime.max_inflight_reductions,
+                "a positive integer",
+                "1 keeps one reduction input alive",
+            )
+        )
+    if not isinstance(runtime.prefetch_order, PrefetchOrder):
+        raise PlanError(
+            bad(
+                "runtime.prefetch_order",
+                repr(runtime.prefetch_order),
+                "a PrefetchOrder",
+                "use PrefetchOrder.REGISTRATION or PrefetchOrder.RECORDED",
+            )
+        )
