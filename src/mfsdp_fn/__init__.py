@@ -1,6 +1,7 @@
 """mfsdp_fn: fully sharded data parallel training as a functional library."""
 
 from .autodiff import saved_tensors_hooks, value_and_grad, vjp
+from .dtensor import to_dtensors
 from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, StateError
 from .layout import GlobalLayout, Range
 from .layout_builder import (
@@ -10,6 +11,7 @@ from .layout_builder import (
     build_row_atomic_layout,
 )
 from .mesh import AbstractMesh
+from .module import functional_call, params_of
 from .placement import (
     BlockAtomic,
     Partial,

@@ -308,6 +308,11 @@ def _wait_values(pending: PendingUnit) -> dict[int, torch.Tensor]:
     return unit_values(unit.spec, unit.unit, views)
 
 
+def gather_values(unit: UnitState) -> dict[int, torch.Tensor]:
+    """`unshard` of a unit as tensors by leaf number, for callers that place them themselves."""
+    return _wait_values(launch(unit))
+
+
 def unshard(state: ShardState | UnitState) -> Any:
     """The gathered parameters: of a whole state the tree that was planned, of a unit its subtree.
 

@@ -1,0 +1,228 @@
+"""The `nn.Module` bridge: run an unmodified module on a sharded state.
+
+The module runs as a *skeleton*: shallow copies of its submodules that share everything with the originals except
+their parameters, which are looked up in the state. So the user's module is never touched, also not when its forward
+raises, and there are no hooks on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import StateError, bad
+from .spec import ShardSpec
+from .state import ShardState, check_state
+from .transforms import gather_values
+from .units import split
+
+
+def params_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The module's parameters by name, tied ones under each of their names: a tree for `plan` and `shard`.
+
+    >>> list(params_of(nn.Linear(2, 3)))
+    ['weight', 'bias']
+    """
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def functional_call(
+    module: nn.Module, state: ShardState, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """``module(*args, **kwargs)`` with the parameters of `state`, each unit gathered while its submodule runs.
+
+    Communicates what `unshard` does, for the root unit when the module starts and for every other unit each time
+    its submodule is called; inside `value_and_grad`, what that says. A parameter that is read while its unit's
+    submodule is not running is gathered for that read. Buffers are the module's own, and are updated. Plan with
+    ``plan(params_of(module), …, units=("blocks.*",))``: paths are parameter names.
+
+    Args:
+        module: any module; it is not changed.
+        state: a state whose paths are the module's parameter names.
+        args: positional arguments of the module's forward, as one tuple.
+        kwargs: keyword arguments.
+
+    Raises:
+        StateError: parameters and paths that don't match (named), or a submodule that was compiled in place, whose
+            code is bound to the original parameters.
+
+    >>> import torch, mfsdp_fn as mf
+    >>> module = torch.nn.Linear(2, 1)
+    >>> params = mf.params_of(module)
+    >>> state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.zero1()))
+    >>> mf.functional_call(module, state, (torch.zeros(2),)).equal(module.bias)
+    True
+    """
+    check_state(state, "state")
+    if not isinstance(args, (tuple, list)):
+        raise StateError(bad("args", f"a {type(args).__name__}", "a tuple", "write (x,) for one argument"))
+    return _Run(module, state).root(*args, **(kwargs or {}))
+
+
+class _Run:
+    """One functional call: the skeleton, and which units are gathered now."""
+
+    def __init__(self, module: nn.Module, state: ShardState) -> None:
+        self.state = state
+        self.leaf_of = _match(module, state.spec)
+        self.active: dict[str, dict[int, torch.Tensor]] = {}
+        self.skeletons: dict[int, nn.Module] = {}
+        self.late: dict[str, list[tuple[dict[str, Any], str, Any]]] = {}  # attributes that hold parameters, by unit
+        scopes = _scopes(module, state.spec)
+        names = {id(submodule): name for name, submodule in module.named_modules()}
+        for original in module.modules():
+            self.skeletons[id(original)] = original.__new__(type(original))
+        for original in module.modules():
+            self._fill(original, names[id(original)], scopes.get(names[id(original)], ()))
+        self.root = self.skeletons[id(module)]
+
+    def _fill(self, original: nn.Module, name: str, units: Sequence[str]) -> None:
+        if original._compiled_call_impl is not None or "_orig_mod" in original._modules:
+            raise StateError(
+                bad(
+                    "module",
+                    f"a compiled submodule at {name!r}",
+                    "modules that are not compiled in place",
+                    "compile the step with mfsdp_fn.compile, or a function that calls the block",
+                )
+            )
+        skeleton = self.skeletons[id(original)]
+        attributes = {key: self._swap(value) for key, value in vars(original).items()}
+        prefix = f"{name}." if name else ""
+        attributes["_modules"] = {
+            key: None if child is None else self.skeletons[id(child)] for key, child in original._modules.items()
+        }
+        attributes["_buffers"] = original._buffers
+        attributes["_parameters"] = _Parameters(
+            self, {key: None if p is None else self.leaf_of[prefix + key] for key, p in original._parameters.items()}
+        )
+        skeleton.__dict__ = attributes
+        by_id = {id(p): self.leaf_of[n] for n, p in self._parameter_names(original, prefix)}
+        for key, value in vars(original).items():
+            if key not in _REGISTRIES and _holds_parameters(value, by_id):
+                unit = self.state.spec.leaves[next(iter(by_id.values()))].unit
+                self.late.setdefault(unit, []).append((attributes, key, _recipe(value, by_id)))
+                attributes[key] = None
+        if units:
+            attributes["forward"] = self._scoped(skeleton, attributes.get("forward"), units)
+
+    @staticmethod
+    def _parameter_names(original: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
+        return [(prefix + key, p) for key, p in original._parameters.items() if p is not None]
+
+    def _swap(self, value: Any, depth: int = 3) -> Any:
+        """Point what refers to the original modules at their skeletons."""
+        if isinstance(value, nn.Module):
+            return self.skeletons.get(id(value), value)
+        if isinstance(value, types.MethodType) and id(value.__self__) in self.skeletons:
+            return types.MethodType(value.__func__, self.skeletons[id(value.__self__)])
+        if depth and type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):
+            return type(value)(self._swap(item, depth - 1) for item in value)
+        if depth and type(value) is dict and any(isinstance(item, nn.Module) for item in value.values()):
+            return {key: self._swap(item, depth - 1) for key, item in value.items()}
+        return value
+
+    def _scoped(self, skeleton: nn.Module, own: Callable[..., Any] | None, units: Sequence[str]) -> Callable[..., Any]:
+        """The submodule's forward with its units gathered around it."""
+        forward = own or types.MethodType(type(skeleton).forward, skeleton)
+
+        def scoped(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for unit in units:
+                    stack.enter_context(self.gathered(unit))
+                return forward(*args, **kwargs)
+
+        return scoped
+
+    @contextlib.contextmanager
+    def gathered(self, unit: str) -> Iterator[None]:
+        """The unit's parameters are there inside."""
+        if unit in self.active:  # a submodule that calls itself
+            yield
+            return
+        values = gather_values(self.state[unit])
+        self.active[unit] = values
+        for attributes, key, recipe in self.late.get(unit, ()):
+            attributes[key] = recipe(values)
+        try:
+            yield
+        finally:
+            del self.active[unit]
+            for attributes, key, _ in self.late.get(unit, ()):
+                attributes[key] = None
+
+    def parameter(self, leaf: int) -> torch.Tensor:
+        """A parameter, gathered for this read if its unit's submodule isn't running."""
+        unit = self.state.spec.leaves[leaf].unit
+        values = self.active.get(unit)
+        return (gather_values(self.state[unit]) if values is None else values)[leaf]
+
+
+class _Parameters(dict[str, Any]):
+    """A skeleton's parameter registry: names to leaf numbers, read as tensors."""
+
+    def __init__(self, run: _Run, leaves: dict[str, int | None]) -> None:
+        super().__init__(leaves)
+        self.run = run
+
+    def __getitem__(self, name: str) -> Any:
+        leaf = super().__getitem__(name)
+        return None if leaf is None else self.run.parameter(leaf)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+
+_REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
+
+
+def _holds_parameters(value: Any, by_id: Mapping[int, int]) -> bool:
+    """Whether an attribute repeats registered parameters (an RNN's `_flat_weights` does)."""
+    items = value if type(value) in (list, tuple) else (value,)
+    return any(id(item) in by_id for item in items)
+
+
+def _recipe(value: Any, by_id: Mapping[int, int]) -> Callable[[Mapping[int, torch.Tensor]], Any]:
+    """How to make the attribute again from gathered values."""
+    if type(value) in (list, tuple):
+        return lambda values: type(value)(values[by_id[id(p)]] if id(p) in by_id else p for p in value)
+    return lambda values: values[by_id[id(value)]]
+
+
+def _match(module: nn.Module, spec: ShardSpec) -> dict[str, int]:
+    """Leaf number of every parameter name; a tied parameter's other names need not be planned."""
+    planned = {leaf.path: number for number, leaf in enumerate(spec.leaves)}
+    by_id: dict[int, int] = {}
+    named = params_of(module)
+    for name, parameter in named.items():
+        if name in planned:
+            by_id.setdefault(id(parameter), planned[name])
+    missing = [name for name, parameter in named.items() if id(parameter) not in by_id]
+    extra = [path for path in planned if path not in named]
+    if missing or extra:
+        got = f"parameter {missing[0]!r}, which is not in the state" if missing else f"no parameter {extra[0]!r}"
+        raise StateError(bad("module", got, "a module whose parameters are the state's", "plan with params_of(module)"))
+    return {name: planned.get(name, by_id[id(parameter)]) for name, parameter in named.items()}
+
+
+def _scopes(module: nn.Module, spec: ShardSpec) -> dict[str, list[str]]:
+    """Units by the name of the submodule around whose forward they are gathered: the deepest that holds them."""
+    submodules = {split(name): name for name, _ in module.named_modules()}
+    scopes: dict[str, list[str]] = {}
+    for unit in spec.units:
+        path = split(unit)
+        while path not in submodules:
+            path = path[:-1]
+        scopes.setdefault(submodules[path], []).append(unit)
+    return scopes
