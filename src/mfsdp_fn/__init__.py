@@ -1,8 +1,11 @@
 """mfsdp_fn: fully sharded data parallel training as a functional library."""
 
+from . import optim, testing
 from .autodiff import saved_tensors_hooks, value_and_grad, vjp
+from .compiling import compile
 from .dtensor import to_dtensors
 from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, StateError
+from .gather_scatter import gather_to_owner, scatter_from_owner
 from .layout import GlobalLayout, Range
 from .layout_builder import (
     build_for_row_atomic,
@@ -12,6 +15,17 @@ from .layout_builder import (
 )
 from .mesh import AbstractMesh
 from .module import functional_call, params_of
+from .owner_compute import owner_map
+from .owner_planning import (
+    GroupOwnerLayout,
+    OwnerGatherPlan,
+    OwnerScatterPlan,
+    assign_owner_work,
+    ns_cost_fn,
+    owner_loads,
+    plan_owners,
+    select_ge_2d_params,
+)
 from .placement import (
     BlockAtomic,
     Partial,
@@ -44,3 +58,74 @@ from .transforms import (
 )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AbstractMesh",
+    "BlockAtomic",
+    "DonatedError",
+    "ExecutionOrder",
+    "GlobalLayout",
+    "GroupOwnerLayout",
+    "GroupSpec",
+    "LayoutError",
+    "LeafSpec",
+    "MfsdpError",
+    "MixedPrecisionPolicy",
+    "OrderError",
+    "OwnerGatherPlan",
+    "OwnerScatterPlan",
+    "Partial",
+    "Phase",
+    "Placements",
+    "PlanError",
+    "PrefetchOrder",
+    "Range",
+    "Replicate",
+    "RowAtomic",
+    "RuntimePolicy",
+    "ShardLayout",
+    "ShardSpec",
+    "ShardState",
+    "Stage",
+    "StateError",
+    "TensorAtomic",
+    "UnitState",
+    "assign_owner_work",
+    "build_for_row_atomic",
+    "build_for_row_atomic_unpadding",
+    "build_for_tensor_atomic",
+    "build_row_atomic_layout",
+    "compile",
+    "ddp",
+    "finish_grad_sync",
+    "functional_call",
+    "gather_to_owner",
+    "hfsdp",
+    "hsdp",
+    "launch",
+    "ns_cost_fn",
+    "optim",
+    "owner_loads",
+    "owner_map",
+    "params_of",
+    "plan",
+    "plan_owners",
+    "reduce",
+    "reduce_outer",
+    "saved_tensors_hooks",
+    "scatter_from_owner",
+    "select_ge_2d_params",
+    "shard",
+    "sync_model_weights",
+    "testing",
+    "to_dtensors",
+    "tree_map",
+    "unshard",
+    "value_and_grad",
+    "vjp",
+    "wait",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zeros_like",
+]

@@ -5,7 +5,8 @@ buffers never do) and is used through others (`_Use`), one a call of `unshard`. 
 use; when all of them have, autograd reaches the `_Enter`, and the unit is reduced, once.
 
 Private torch API here, each with a test that fails when it goes: `UntypedStorage._cdata` and
-`torch.multiprocessing.reductions.StorageWeakRef` (which gathered buffer does a saved view belong to).
+`torch.multiprocessing.reductions.StorageWeakRef` (which gathered buffer does a saved view belong to),
+`torch._C._autograd._top_saved_tensors_default_hooks` (which units does one checkpoint compute again together).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks as torch_saved_tensors_hook
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as torch_pytree
 
-from . import tree
+from . import traced, tree
 from .errors import MfsdpError, StateError, bad
 from .gradients import GradientSink
 from .runtime import ExecutionOrder
@@ -30,11 +31,22 @@ from .state import ShardState, Stage, UnitState, check_state, flatten_node, unfl
 from .tape import Record, Slot, Tape, TapePhase
 from .transforms import unit_values, whole_views
 
-# States are nodes of torch's own pytrees too (compile, checkpoint and vmap use those).
+
+def register_torch_node(
+    cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[type, Any, Any], Any]
+) -> None:
+    """Make `cls` a node of torch's own pytrees, which compile, checkpoint and vmap use.
+
+    Args:
+        cls: the class.
+        flatten: gives the children and the static part of a node.
+        unflatten: ``unflatten(cls, static, children)`` gives the node again.
+    """
+    torch_pytree.register_pytree_node(cls, flatten, lambda children, static: unflatten(cls, static, children))
+
+
 for _cls in (ShardState, UnitState):
-    torch_pytree.register_pytree_node(
-        _cls, flatten_node, lambda children, static, cls=_cls: unflatten_node(cls, static, children)
-    )
+    register_torch_node(_cls, flatten_node, unflatten_node)
 
 
 class _Enter(torch.autograd.Function):
@@ -74,7 +86,7 @@ class _Use(torch.autograd.Function):
 
 
 class _Saved:
-    """A view saved for backward: which buffer, and its geometry in it."""
+    """A view saved for backward: which buffer, its geometry in it, and how many uses of units there had been."""
 
     __slots__ = ("dtype", "number", "offset", "position", "record", "shape", "slot", "stride")
 
@@ -96,7 +108,7 @@ class _Session:
         self.tape = Tape(states, self._reduce_unit, recorded)
         device = states[0].spec.device
         self.zero = torch.zeros((), device=device)
-        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self.anchor = states[0].spec.anchor
         # Gathered storages by address. The weak reference keeps an address from being used again.
         self.storages: dict[int, tuple[StorageWeakRef, Record, int, list[bool]]] = {}
         self.uses: list[tuple[Record, list[bool]]] = []
@@ -116,7 +128,7 @@ class _Session:
             _refuse_reentrant_checkpoint()
         flats = self.tape.take(record)
         if grad_enabled and self.tape.phase is TapePhase.FORWARD:
-            self.tape.note_use(record)
+            self.tape.note_use(record, _checkpointed_region())
             self._watch(record, flats)
         if grad_enabled and record.trainable:
             if record.entry is None:
@@ -140,7 +152,9 @@ class _Session:
         for position, (group, flat) in enumerate(zip(record.groups, flats, strict=True)):
             storage = flat.untyped_storage()
             if group.gathers and storage.nbytes():  # empty storages all look alike
-                self.storages[storage._cdata] = (StorageWeakRef(storage), record, position, saved)
+                held = StorageWeakRef(storage)
+                self.storages[storage._cdata] = (held, record, position, saved)
+                self.tape.holding.append((record, held.expired))
 
     # The hooks
 
@@ -151,7 +165,7 @@ class _Session:
         _, record, position, saved = found
         saved[0] = True
         assert record.slot is not None
-        return _Saved(record, record.slot, position, self.tape.note_saved(record), tensor.detach())
+        return _Saved(record, record.slot, position, self.tape.now, tensor.detach())
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Saved):
@@ -221,6 +235,7 @@ class _Session:
         self.tape.close()
         for sink in self.sinks:
             sink.drain()
+        self.sinks = []
         self.storages.clear()
         self.uses.clear()
 
@@ -244,6 +259,14 @@ def _refuse_reentrant_checkpoint() -> None:
         if code.co_name == "forward" and code.co_filename.endswith("checkpoint.py") and "torch" in code.co_filename:
             raise _reentrant_error()
         frame = frame.f_back
+
+
+def _checkpointed_region() -> object | None:
+    """What identifies the non-reentrant checkpoint that forward is in; None outside one."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+        return None
+    return hooks[0]
 
 
 def _split(state: Any, argument: str) -> tuple[list[ShardState], tree.Template]:
@@ -300,7 +323,7 @@ def _open(state: Any, recordings: _Recordings) -> tuple[_Session, list[ShardStat
     recorded = recordings.get(states)
     session = _Session(states, recorded)
     handed = [
-        ShardState(main=one.main, compute=one.compute, spec=one.spec, root=root, gatherer=session, life=one.life)
+        ShardState(main=one.main, compute=one.compute, spec=one.spec, root=root, gatherer=session, origin=one)
         for root, one in enumerate(states)
     ]
     return session, states, template, tree.build(template, handed)
@@ -378,8 +401,13 @@ def value_and_grad(
     recordings = _Recordings()
 
     def transformed(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if torch.compiler.is_compiling():
+            return _traced_value_and_grad(
+                loss_fn, state, args, kwargs, has_aux=has_aux, last=is_last_microbatch, accumulate=accumulate
+            )
         session, states, template, handed = _open(state, recordings)
-        session.sinks = _make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
+        sinks = _make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
+        session.sinks = sinks
         try:
             with torch.enable_grad(), torch_saved_tensors_hooks(session.pack, session.unpack):
                 result = loss_fn(handed, *args, **kwargs)
@@ -389,12 +417,41 @@ def value_and_grad(
             raise
         del result, handed
         _, order = session.backward([loss], [None], [])
-        grads = tree.build(template, [sink.finish() for sink in session.sinks])
+        grads = tree.build(template, [sink.finish() for sink in sinks])
         recordings.put(states, order)
         value = (loss.detach(), optree.tree_map(_detach, aux, none_is_leaf=True)) if has_aux else loss.detach()
         return value, grads
 
     return transformed
+
+
+def _traced_value_and_grad(
+    loss_fn: Callable[..., Any],
+    state: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    has_aux: bool,
+    last: bool,
+    accumulate: Any,
+) -> tuple[Any, Any]:
+    """`value_and_grad` as a compiler sees it; `donate` is the compiler's own business there."""
+    single = isinstance(state, ShardState)
+    states = [state] if single else list(state)
+    session = traced.Session(states)
+    handed = [
+        ShardState(main=one.main, compute=one.compute, spec=one.spec, root=root, gatherer=session, origin=one)
+        for root, one in enumerate(states)
+    ]
+    with torch.enable_grad():
+        result = loss_fn(handed[0] if single else type(state)(handed), *args, **kwargs)
+    loss, aux = _check_loss(result, has_aux)
+    given = [accumulate] if single or accumulate is None else list(accumulate)
+    grads = traced.gradients(
+        session, loss, given * len(states) if accumulate is None else given, is_last_microbatch=last
+    )
+    value = (loss.detach(), aux) if has_aux else loss.detach()
+    return value, grads[0] if single else type(state)(grads)
 
 
 def _check_loss(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
@@ -463,14 +520,15 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         nonlocal used, leaves
         if used:
             raise StateError(bad("pullback", "a second call", "one call", "call vjp again for another backward"))
-        session.sinks = _make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
+        sinks = _make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
+        session.sinks = sinks
         cotangents = tree.flatten_like(out_template, cotangent, "cotangent")
         used = True
         outputs, leaves = leaves, []
         pairs = [(o, cotangents[i]) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
         pairs = [(o, torch.zeros_like(o) if ct is None else ct) for o, ct in pairs]
         found, _ = session.backward([o for o, _ in pairs], [ct for _, ct in pairs], inputs)
-        grads = tree.build(template, [sink.finish() for sink in session.sinks])
+        grads = tree.build(template, [sink.finish() for sink in sinks])
         rest = iter(found)
         input_grads = optree.tree_map(
             lambda value: next(rest) if isinstance(value, torch.Tensor) and value.is_floating_point() else None,

@@ -62,6 +62,15 @@ def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]
     axes = []
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
+        if list(ranks_of(mesh, (axis,))) != dist.get_process_group_ranks(group):
+            raise PlanError(
+                bad(
+                    "mesh",
+                    f"ranks {list(ranks_of(mesh, (axis,)))} along axis {axis}",
+                    f"the order of its process group, {dist.get_process_group_ranks(group)}",
+                    "give the ranks of a mesh in ascending order",
+                )
+            )
         reduction = _reduction_group(group) if separate_reductions else group
         axes.append(Axis(mesh.size(axis), coordinate[axis], group.group_name, reduction.group_name))
     probe = torch.zeros(1, device=device_of(mesh))
@@ -139,17 +148,32 @@ def _group(name: str | None, what: str) -> str:
     return name
 
 
+def _is_alone(axis: Axis) -> bool:
+    """An abstract axis of one rank: nothing to communicate, so transforms run without any process group.
+
+    On a real mesh an axis of size 1 communicates like any other, which keeps one code path.
+    """
+    return axis.size == 1 and axis.gather_group is None
+
+
 def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
     """Launch an all-gather of 1-D segments of `sizes[rank]` elements over `axis`.
 
     Bytes received a rank: (sum of sizes - own) times the element size; with uneven sizes the wire carries
     the largest size for everyone.
     """
+    if _is_alone(axis):
+        return Pending(local.clone(), None, local.dtype)
     name = _group(axis.gather_group, "all-gather")
     wire = local if local.dtype in _WIRE_DTYPES else local.view(torch.uint8)
     scale = local.dtype.itemsize // wire.dtype.itemsize
     widest = max(sizes)
     if all(size == widest for size in sizes):
+        if axis.size == 1 and local.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Gloo's worker thread, done at once with one rank, races with the launch of a *coalesced* all-gather,
+            # which is what the functional op is there (heap corruption, torch 2.13). The out variant is not.
+            out = torch.empty_like(wire)
+            return Pending(_ops.all_gather_into_tensor_out(wire, 1, name, out=out), None, local.dtype)
         return Pending(_ops.all_gather_into_tensor(wire, axis.size, name), None, local.dtype)
     padded = wire.new_zeros(widest * scale)
     padded.narrow(0, 0, wire.numel()).copy_(wire)
@@ -163,6 +187,8 @@ def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pend
     Bytes sent a rank: (sum of sizes - own) times the element size; with uneven sizes the wire carries the
     largest size for everyone.
     """
+    if _is_alone(axis):
+        return Pending(full.clone(), None, full.dtype)
     name = _group(axis.reduce_group, "reduce")
     widest = max(sizes)
     if all(size == widest for size in sizes):
@@ -178,6 +204,8 @@ def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pend
 
 def all_reduce(full: torch.Tensor, axis: Axis) -> Pending:
     """Launch a sum all-reduce of `full` over `axis` (out of place)."""
+    if _is_alone(axis):
+        return Pending(full.clone(), None, full.dtype)
     return Pending(_ops.all_reduce(full, "sum", _group(axis.reduce_group, "reduce")), None, full.dtype)
 
 
@@ -185,6 +213,87 @@ def broadcast(tensor: torch.Tensor, axis: Axis) -> Pending:
     """Launch a broadcast of the first rank's `tensor` over `axis` (out of place)."""
     wire = tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
     return Pending(_ops.broadcast(wire, 0, _group(axis.gather_group, "broadcast")), None, tensor.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """The ranks that share a buffer: their global ranks in buffer order, and the communicator that joins them.
+
+    `group_order` has the same ranks in the communicator's own order, in which split sizes are given.
+    """
+
+    ranks: tuple[int, ...]
+    this_rank: int
+    group_order: tuple[int, ...]
+    group: str | None = dataclasses.field(default=None, compare=False)
+
+
+def ranks_of(mesh: Mesh, axes: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Global ranks of this rank's shard set, in buffer order: the first of `axes` is the most significant digit.
+
+    Args:
+        mesh: the mesh; the ranks of an `AbstractMesh` count from 0, row-major.
+        axes: the axes that the buffer is sharded over, inner to outer; None for all of them.
+
+    >>> ranks_of(AbstractMesh((2, 2), ("outer", "inner"))), ranks_of(AbstractMesh((2, 2), ("o", "i"), 3), (1,))
+    ((0, 2, 1, 3), (2, 3))
+    """
+    order = tuple(reversed(range(mesh.ndim))) if axes is None else tuple(axes)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise PlanError(
+            bad("mesh", "a mesh without this rank", "a mesh that holds the calling rank", "plan on ranks of the mesh")
+        )
+    table = torch.arange(mesh.size()).view(mesh.shape) if isinstance(mesh, AbstractMesh) else mesh.mesh
+    table = table[tuple(slice(None) if axis in order else coordinate[axis] for axis in range(mesh.ndim))]
+    kept = sorted(order)  # the axes that are left, in the order in which the table has them
+    return tuple(table.permute([kept.index(axis) for axis in order]).reshape(-1).tolist())
+
+
+def this_rank(mesh: Mesh) -> int:
+    """Global rank of the caller, which must be on the mesh."""
+    # From the mesh: where ranks are simulated in one process, `dist.get_rank()` is 0 on all of them.
+    return mesh.rank if isinstance(mesh, AbstractMesh) else int(mesh.mesh[tuple(mesh.get_coordinate() or ())])
+
+
+# Groups over several axes at once, made when an owner layout first needs one; beside the first axis' group, because
+# that one's lifetime is the mesh's.
+_joint_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_joint_groups = weakref.WeakKeyDictionary()
+
+
+def peers_of(mesh: Mesh, axes: Sequence[int] | None = None) -> Peers:
+    """The ranks that share a buffer sharded over `axes`, with a communicator over all of them.
+
+    Over one axis it is the mesh's own. Over more, collective over those ranks the first time (a new group).
+    """
+    ranks = ranks_of(mesh, axes)
+    if isinstance(mesh, AbstractMesh):
+        return Peers(ranks, this_rank(mesh), ranks)
+    order = range(mesh.ndim) if axes is None else axes
+    wide = [axis for axis in order if mesh.size(axis) > 1]
+    if not wide:
+        return Peers(ranks, ranks[0], ranks)
+    group = mesh.get_group(wide[0])
+    if len(wide) > 1:
+        made = _joint_groups.setdefault(group, {})
+        key = tuple(sorted(ranks))
+        if key not in made:
+            joint = dist.new_group(list(key), use_local_synchronization=True)
+            assert isinstance(joint, dist.ProcessGroup)
+            made[key] = joint
+        group = made[key]
+    return Peers(ranks, this_rank(mesh), tuple(dist.get_process_group_ranks(group)), group.group_name)
+
+
+def all_to_all(wire: torch.Tensor, receive: Sequence[int], send: Sequence[int], peers: Peers) -> Pending:
+    """Launch an exchange of 1-D segments: `send[i]` elements of `wire` go to, `receive[i]` come from, peer `i`.
+
+    Peers are counted in `Peers.group_order`. Bytes sent a rank: what `send` says, each peer's part straight to it.
+    """
+    name = _group(peers.group, "exchange")
+    raw = _ops.all_to_all_single(wire, list(receive), list(send), name)
+    return Pending(raw, None, wire.dtype)
 
 
 def copy_many(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

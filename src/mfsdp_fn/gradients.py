@@ -10,15 +10,35 @@ import torch
 from . import reduction
 from .errors import StateError, bad
 from .spec import GroupSpec
-from .state import ShardState, Stage, check_state
+from .state import NOTHING, ShardState, Stage, check_state
 from .state import donate as mark_donated
+
+Pendings = list[tuple[int, GroupSpec, reduction.PendingReduction]]
+
+
+class _InFlight:
+    """Launched reductions, and what becomes of their results."""
+
+    def __init__(self, pendings: Pendings, then: Callable[[Pendings], None]) -> None:
+        self.pendings, self.then = pendings, then
+
+    def settle(self) -> None:
+        """Free the inputs."""
+        self.pendings = [(number, group, pending.settle()) for number, group, pending in self.pendings]
+
+    def finish(self) -> None:
+        """Wait for them, launch what depends on them, and hand the results on."""
+        self.settle()  # what is launched next must not find the inputs still alive
+        self.then(self.pendings)
 
 
 class GradientSink:
     """Gradients of one `ShardState` in one backward.
 
     `collect` packs what autograd delivers, `issue` launches a unit's reductions, `finish` gives the result. At most
-    `max_inflight_reductions` units' packed inputs are alive beside the one being packed into.
+    `max_inflight_reductions` units' packed inputs are alive, the one being packed into counted. `collect` is called
+    when this rank's gradients come, so it launches nothing; `issue` is called in one order on every rank, and so
+    everything is launched from there.
     """
 
     def __init__(
@@ -48,7 +68,7 @@ class GradientSink:
         self.packed: dict[int, torch.Tensor] = {}
         self.results: dict[int, torch.Tensor] = {}
         self.issued: set[int] = set()
-        self.inflight: deque[Callable[[], None]] = deque()
+        self.inflight: deque[_InFlight] = deque()
 
     def collect(self, number: int, grads: Mapping[int, torch.Tensor | None]) -> None:
         """Pack a group's gradients from one use of it, or add them to those of its other uses."""
@@ -56,8 +76,9 @@ class GradientSink:
         if number in self.packed:
             reduction.pack(group, grads, into=self.packed[number])
             return
-        while len(self.inflight) >= self.spec.runtime.max_inflight_reductions:
-            self.inflight.popleft()()
+        surplus = len(self.inflight) + 1 - self.spec.runtime.max_inflight_reductions
+        for old in list(self.inflight)[: max(surplus, 0)]:
+            old.settle()
         start = self._start(number)
         self.packed[number] = reduction.pack(group, grads, into=None if group.grad_scatters else start)
 
@@ -66,10 +87,13 @@ class GradientSink:
         if self.base is None:
             return None
         buffer = self.base.main[number]
+        if self.donate:
+            mark_donated("value_and_grad", self.base)  # from now on it may hold half of a sum
         return buffer if self.donate or self.spec.groups[number].grad_scatters else buffer.clone()
 
     def issue(self, unit: str) -> None:
         """Launch the reductions of a unit; what was not collected is zero. Same order on every rank."""
+        self._make_room()
         numbers = [n for n in self.spec.unit_groups(unit) if self.spec.groups[n].requires_grad]
         for number in numbers:
             if number not in self.packed:
@@ -83,12 +107,17 @@ class GradientSink:
             else:
                 self._defer(number, group, packed)
         if pendings:
+            flight = _InFlight(pendings, self._accumulate)
             if all(pending.first is None for _, _, pending in pendings):
-                self._accumulate(pendings)
+                flight.finish()
             else:
-                self.inflight.append(lambda: self._accumulate(pendings))
+                self.inflight.append(flight)
 
-    def _accumulate(self, pendings: list[tuple[int, GroupSpec, reduction.PendingReduction]]) -> None:
+    def _make_room(self) -> None:
+        while len(self.inflight) >= self.spec.runtime.max_inflight_reductions:
+            self.inflight.popleft().finish()
+
+    def _accumulate(self, pendings: Pendings) -> None:
         for number, group, pending in pendings:
             start = self._start(number) if group.grad_scatters else None  # else packed into it already
             total = reduction.accumulate(group, pending, start, in_place=self.donate)
@@ -98,17 +127,16 @@ class GradientSink:
                 self.results[number] = total
 
     def _defer(self, number: int, group: GroupSpec, total: torch.Tensor) -> None:
-        pending = reduction.launch_deferred(group, total)
+        self.inflight.append(_InFlight([(number, group, reduction.launch_deferred(group, total))], self._finish))
 
-        def finish() -> None:
+    def _finish(self, pendings: Pendings) -> None:
+        for number, group, pending in pendings:
             self.results[number] = reduction.finish_deferred(group, pending)
-
-        self.inflight.append(finish)
 
     def drain(self) -> None:
         """Wait for everything launched."""
         while self.inflight:
-            self.inflight.popleft()()
+            self.inflight.popleft().finish()
 
     def finish(self) -> ShardState:
         """The gradients; groups that no unit delivered are what was accumulated, or zero."""
@@ -119,6 +147,7 @@ class GradientSink:
             if self.base is not None and number not in self.issued:
                 start = self.base.main[number]
                 if self.last and group.defers:
+                    self._make_room()
                     self._defer(number, group, start)
                 else:
                     self.results[number] = start if self.donate else start.clone()
@@ -130,8 +159,8 @@ class GradientSink:
                 main.append(self.results[number])
                 continue
             held = group.main_range if final else group.grad_range
-            size = held.stop - held.start if group.requires_grad else 0
-            main.append(torch.zeros(size, dtype=group.dtypes.grad, device=self.spec.device))
+            shape = (held.stop - held.start,) if group.requires_grad else NOTHING
+            main.append(torch.zeros(shape, dtype=group.dtypes.grad, device=self.spec.device))
         if self.add_after is not None:
             main = [old + new for old, new in zip(self.add_after.main, main, strict=True)]
         if self.donate and self.given is not None:

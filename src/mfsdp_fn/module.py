@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,14 +55,14 @@ def functional_call(
     >>> import torch, mfsdp_fn as mf
     >>> module = torch.nn.Linear(2, 1)
     >>> params = mf.params_of(module)
-    >>> state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.zero1()))
+    >>> state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.zero3()))
     >>> mf.functional_call(module, state, (torch.zeros(2),)).equal(module.bias)
     True
     """
     check_state(state, "state")
     if not isinstance(args, (tuple, list)):
         raise StateError(bad("args", f"a {type(args).__name__}", "a tuple", "write (x,) for one argument"))
-    return _Run(module, state).root(*args, **(kwargs or {}))
+    return _Run(module, state).take(module)(*args, **(kwargs or {}))
 
 
 class _Run:
@@ -72,14 +73,25 @@ class _Run:
         self.leaf_of = _match(module, state.spec)
         self.active: dict[str, dict[int, torch.Tensor]] = {}
         self.skeletons: dict[int, nn.Module] = {}
-        self.late: dict[str, list[tuple[dict[str, Any], str, Any]]] = {}  # attributes that hold parameters, by unit
+        self.late: dict[
+            str, list[tuple[weakref.ref[nn.Module], str, Any]]
+        ] = {}  # attributes that hold parameters, by unit
         scopes = _scopes(module, state.spec)
         names = {id(submodule): name for name, submodule in module.named_modules()}
         for original in module.modules():
             self.skeletons[id(original)] = original.__new__(type(original))
         for original in module.modules():
             self._fill(original, names[id(original)], scopes.get(names[id(original)], ()))
-        self.root = self.skeletons[id(module)]
+
+    def take(self, module: nn.Module) -> nn.Module:
+        """The skeleton of the whole module; from here on only it and its callers keep this run alive.
+
+        Skeletons refer to the run, so the run lets go of them: a cycle would keep the state's buffers alive until a
+        garbage collection.
+        """
+        root = self.skeletons[id(module)]
+        self.skeletons.clear()
+        return root
 
     def _fill(self, original: nn.Module, name: str, units: Sequence[str]) -> None:
         if original._compiled_call_impl is not None or "_orig_mod" in original._modules:
@@ -106,7 +118,7 @@ class _Run:
         for key, value in vars(original).items():
             if key not in _REGISTRIES and _holds_parameters(value, by_id):
                 unit = self.state.spec.leaves[next(iter(by_id.values()))].unit
-                self.late.setdefault(unit, []).append((attributes, key, _recipe(value, by_id)))
+                self.late.setdefault(unit, []).append((weakref.ref(skeleton), key, _recipe(value, by_id)))
                 attributes[key] = None
         if units:
             attributes["forward"] = self._scoped(skeleton, attributes.get("forward"), units)
@@ -129,7 +141,7 @@ class _Run:
 
     def _scoped(self, skeleton: nn.Module, own: Callable[..., Any] | None, units: Sequence[str]) -> Callable[..., Any]:
         """The submodule's forward with its units gathered around it."""
-        forward = own or types.MethodType(type(skeleton).forward, skeleton)
+        forward = own or _weak_method(skeleton, type(skeleton).forward)
 
         def scoped(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:
@@ -147,20 +159,30 @@ class _Run:
             return
         values = gather_values(self.state[unit])
         self.active[unit] = values
-        for attributes, key, recipe in self.late.get(unit, ()):
-            attributes[key] = recipe(values)
+        self._set_late(unit, values)
         try:
             yield
         finally:
             del self.active[unit]
-            for attributes, key, _ in self.late.get(unit, ()):
-                attributes[key] = None
+            self._set_late(unit, None)
+
+    def _set_late(self, unit: str, values: dict[int, torch.Tensor] | None) -> None:
+        for ref, key, recipe in self.late.get(unit, ()):
+            skeleton = ref()
+            if skeleton is not None:
+                vars(skeleton)[key] = None if values is None else recipe(values)
 
     def parameter(self, leaf: int) -> torch.Tensor:
         """A parameter, gathered for this read if its unit's submodule isn't running."""
         unit = self.state.spec.leaves[leaf].unit
         values = self.active.get(unit)
         return (gather_values(self.state[unit]) if values is None else values)[leaf]
+
+
+def _weak_method(skeleton: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` bound to a skeleton that holds the result: whoever calls it keeps the skeleton alive."""
+    ref = weakref.ref(skeleton)
+    return lambda *args, **kwargs: function(ref(), *args, **kwargs)
 
 
 class _Parameters(dict[str, Any]):
@@ -175,7 +197,7 @@ class _Parameters(dict[str, Any]):
         return None if leaf is None else self.run.parameter(leaf)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401 (that would be this method)
 
     def values(self) -> Any:
         return [self[name] for name in self]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from . import collectives, layout_builder, tree
 from . import units as units_module
 from .collectives import Axis, Mesh
-from .errors import MfsdpError, PlanError, bad
+from .errors import PlanError, bad
 from .explain import ALIGNMENT
 from .layout import GlobalLayout
 from .mesh import AbstractMesh, check_abstract_mesh
@@ -82,7 +83,7 @@ def plan(
     precision, runtime = precision or MixedPrecisionPolicy(), runtime or RuntimePolicy()
     if isinstance(mesh, AbstractMesh):
         check_abstract_mesh(mesh)
-    failure: MfsdpError | None = None
+    failure: Exception | None = None
     spec: ShardSpec | None = None
     try:
         spec = _plan_alone(
@@ -98,13 +99,22 @@ def plan(
             runtime,
             namespace,
         )
-    except MfsdpError as error:
+    except Exception as error:  # whatever it is: other ranks must not wait for this one
         failure = error  # told to the other ranks first: they are about to compare digests
     _agree(mesh, spec, failure)
     assert spec is not None
     axes = collectives.axes_of(mesh, separate_reductions=runtime.overlap_allgather_reduction)
     groups = tuple(dataclasses.replace(group, axes=axes) for group in spec.groups)
-    return dataclasses.replace(spec, groups=groups)
+    return _ready(dataclasses.replace(spec, groups=groups))
+
+
+def _ready(spec: ShardSpec) -> ShardSpec:
+    """Fill every cached property now: steps only read, and compilers, which can't trace the caching, find values."""
+    for facts in (*spec.groups, spec):
+        for name, member in vars(type(facts)).items():
+            if isinstance(member, functools.cached_property):
+                getattr(facts, name)
+    return spec
 
 
 def _shard_layout(value: str | ShardLayout) -> ShardLayout | None:
@@ -146,7 +156,17 @@ def _plan_alone(
     tensors, paths, template = tree.flatten(params, namespace)
     tree.check_paths(paths)
     leaves = _leaves(tensors, paths, patterns)
-    leaves, groups = _groups(tensors, leaves, mesh, placements, precision, shard_layout, owners, float(grad_scale))
+    leaves, groups = _groups(
+        tensors,
+        leaves,
+        mesh,
+        placements,
+        precision,
+        shard_layout,
+        owners,
+        float(grad_scale),
+        runtime.store_compute_weights,
+    )
     if not any(leaf.requires_grad for leaf in leaves):
         raise PlanError(
             bad(
@@ -169,6 +189,9 @@ def _plan_alone(
                     "mend the pattern or leave it out",
                 )
             )
+    if tree.is_mixed(template):
+        for unit in order:
+            _check_unit_is_one_subtree(unit, leaves, template)
     lines = _description(leaves, groups, mesh, runtime)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return ShardSpec(
@@ -181,6 +204,7 @@ def _plan_alone(
         runtime=runtime,
         namespace=namespace,
         text_digest=digest,
+        anchor=torch.zeros((), device=collectives.device_of(mesh), requires_grad=True),
     )
 
 
@@ -207,6 +231,20 @@ def _leaves(
     return tuple(leaves)
 
 
+def _check_unit_is_one_subtree(unit: str, leaves: Sequence[LeafSpec], template: tree.Template) -> None:
+    keep = {number for number, leaf in enumerate(leaves) if leaf.unit == unit}
+    found = set(tree.leaf_indices(tree.subtree(template, units_module.split(unit), keep)))
+    if found != keep:
+        raise PlanError(
+            bad(
+                "params",
+                f"unit {unit!r} both in a nested container and in dotted keys (at {leaves[min(keep - found)].path!r})",
+                "a unit in one of the two",
+                "nest the dicts, or flatten them",
+            )
+        )
+
+
 def tie_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are one memory seen the same way: tied parameters."""
     if tensor.device.type == "meta" or not tensor.numel():
@@ -223,6 +261,7 @@ def _groups(
     shard_layout: ShardLayout | None,
     owners: Mapping[str, int] | None,
     grad_scale: float,
+    store_compute: bool,
 ) -> tuple[tuple[LeafSpec, ...], tuple[GroupSpec, ...]]:
     """Group the leaves by (unit, dtype, requires_grad); tied leaves share one tensor."""
     first_of: dict[tuple[Any, ...], int] = {}
@@ -256,6 +295,7 @@ def _groups(
                 placements=placements,
                 dtypes=dtypes,
                 grad_scale=grad_scale,
+                store_compute=store_compute,
                 mesh=mesh,
                 axes=axes,
             )
@@ -374,7 +414,7 @@ def _description(
     return lines
 
 
-def _agree(mesh: Mesh, spec: ShardSpec | None, failure: MfsdpError | None) -> None:
+def _agree(mesh: Mesh, spec: ShardSpec | None, failure: Exception | None) -> None:
     """Raise on every rank if a rank failed to plan or planned something else."""
     mine = spec.digest() if spec is not None else f"error: {failure}"
     digests = collectives.exchange_objects(mesh, mine)

@@ -17,7 +17,8 @@ from .buffer import Move
 from .spec import GroupSpec
 
 
-def _scales_first(group: GroupSpec) -> bool:
+def scales_first(group: GroupSpec) -> bool:
+    """Whether the factor is applied before the wire."""
     return group.dtypes.reduce == torch.float16 and group.scale != 1.0
 
 
@@ -29,7 +30,7 @@ def pack(
     In the wire's dtype where a reduction follows at once, else in the dtype gradients are stored in. With `into`,
     adds to that buffer in place.
     """
-    if _scales_first(group):
+    if scales_first(group):
         grads = {i: None if g is None else g.float() * group.scale for i, g in grads.items()}
     if into is not None:
         pairs = [(view, grads.get(i)) for i, view in enumerate(_whole_views(group, into))]
@@ -72,6 +73,12 @@ class PendingReduction:
     scatters: tuple[Move, ...] = ()
     all_reduces: tuple[collectives.Axis, ...] = ()
 
+    def settle(self) -> PendingReduction:
+        """The same with its first step waited for, so that the buffer that went in is free. Launches nothing."""
+        if self.first is None:
+            return self
+        return PendingReduction(self.first.wait(), None, self.scatters, self.all_reduces)
+
     def wait(self) -> torch.Tensor:
         """This rank's part of the sum."""
         flat = self.local if self.first is None else self.first.wait()
@@ -103,14 +110,19 @@ def accumulate(
 ) -> torch.Tensor:
     """Wait for a microbatch's reduction, scale it, and add it to `into`: a buffer of the gradient placement."""
     total = pending.wait()
-    scale = 1.0 if _scales_first(group) or not group.grad_scatters else group.scale
+    scale = 1.0 if scales_first(group) or not group.grad_scatters else group.scale
     if into is None:
         if scale != 1.0:
             # The result of a reduction is this function's own; what was packed for a later one is too.
             total.mul_(scale)
         return total.to(group.dtypes.grad)
     if in_place:
-        return into.add_(total, alpha=scale) if total.dtype == into.dtype else into.add_(total.to(into.dtype) * scale)
+        # Rounded once, as below: donating a buffer changes no result.
+        return (
+            into.copy_(torch.add(into, total, alpha=scale))
+            if total.dtype != into.dtype
+            else into.add_(total, alpha=scale)
+        )
     return torch.add(into, total, alpha=scale).to(group.dtypes.grad)
 
 
@@ -123,6 +135,6 @@ def launch_deferred(group: GroupSpec, accumulated: torch.Tensor) -> PendingReduc
 def finish_deferred(group: GroupSpec, pending: PendingReduction) -> torch.Tensor:
     """Wait for `launch_deferred`: the finished gradient in the optimizer placement."""
     total = pending.wait()
-    if group.grad_scatters or _scales_first(group):
+    if group.grad_scatters or scales_first(group):
         return total.to(group.dtypes.grad)
     return (total * group.scale if group.scale != 1.0 else total).to(group.dtypes.grad)

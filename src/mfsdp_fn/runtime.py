@@ -44,6 +44,10 @@ class RuntimePolicy:
         forward_prefetch, backward_prefetch: how many elements may be gathered ahead of the unit in use; 0
             gathers on demand, None (default) exactly one unit.
         max_inflight_reductions: how many reduction inputs may be alive at once.
+        store_compute_weights: keep sharded weights in the compute dtype beside the main weights, cast once a step.
+            False casts at each gather instead: slower, and less memory by one compute-dtype shard. Only for
+            weights that are sharded at rest; replicated ones are always stored. `unshard` of gradients and moments
+            then gives the compute dtype too.
         overlap_allgather_reduction: give reductions a communicator of their own, so that they run beside gathers.
     """
 
@@ -53,6 +57,7 @@ class RuntimePolicy:
     backward_prefetch: int | None = None
     max_inflight_reductions: int = 1
     overlap_allgather_reduction: bool = True
+    store_compute_weights: bool = True
 
 
 def check_runtime(runtime: RuntimePolicy) -> None:
@@ -90,6 +95,9 @@ def check_runtime(runtime: RuntimePolicy) -> None:
                 "1 keeps one reduction input alive",
             )
         )
+    for name in ("overlap_allgather_reduction", "store_compute_weights"):
+        if not isinstance(getattr(runtime, name), bool):
+            raise PlanError(bad(f"runtime.{name}", repr(getattr(runtime, name)), "True or False", "give a bool"))
     if not isinstance(runtime.prefetch_order, PrefetchOrder):
         raise PlanError(
             bad(

@@ -49,6 +49,7 @@ class GroupSpec:
     placements: Placements
     dtypes: GroupDtypes
     grad_scale: float
+    store_compute: bool
     mesh: Mesh = dataclasses.field(compare=False, repr=False)
     axes: tuple[Axis, ...] = dataclasses.field(compare=False, repr=False)
 
@@ -88,10 +89,32 @@ class GroupSpec:
         return self.range_of(self.placements.gradient)
 
     @functools.cached_property
+    def main_pieces(self) -> tuple[tuple[int, int, int], ...]:
+        """(index, start, stop) of each tensor's part of this rank's main buffer, in order; padding is in none."""
+        held, found = self.main_range, []
+        for index, (offset, _, numel) in sorted(enumerate(self.views), key=lambda item: item[1][0]):
+            start, stop = max(offset, held.start), min(offset + numel, held.stop)
+            if start < stop:
+                found.append((index, start - held.start, stop - held.start))
+        return tuple(found)
+
+    @functools.cached_property
+    def main_runs(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of the maximal runs without padding in this rank's main buffer."""
+        runs: list[tuple[int, int]] = []
+        for _, start, stop in self.main_pieces:
+            if runs and runs[-1][1] == start:
+                runs[-1] = (runs[-1][0], stop)
+            else:
+                runs.append((start, stop))
+        return tuple(runs)
+
+    @functools.cached_property
     def has_compute(self) -> bool:
         """Whether compute weights need a buffer of their own beside the main weights."""
-        same = self.dtypes.compute == self.dtypes.main and self.compute_range == self.main_range
-        return not (same and self.placements.parameter == self.placements.optimizer)
+        if self.placements.parameter != self.placements.optimizer:
+            return True
+        return self.dtypes.compute != self.dtypes.main and (self.store_compute or not self.gathers)
 
     @functools.cached_property
     def gathers(self) -> tuple[Move, ...]:
@@ -147,6 +170,8 @@ class GroupSpec:
     def local_views(self, buffer: torch.Tensor, held: Range) -> dict[int, torch.Tensor]:
         """The rows of each tensor inside `buffer`, which holds `held`; tensors with none of theirs are left out."""
         found = {}
+        if buffer.dim() != 1:  # a frozen group of gradients or moments holds nothing
+            return found
         for index, (offset, shape, numel) in enumerate(self.views):
             start, stop = max(offset, held.start), min(offset + numel, held.stop)
             if start < stop:
@@ -179,6 +204,8 @@ class ShardSpec:
     runtime: RuntimePolicy
     namespace: str
     text_digest: str
+    # 0-D, requires grad: what lets buffers that don't enter autograd. A compiler takes such a tensor only as an input.
+    anchor: torch.Tensor
 
     def digest(self) -> str:
         """A hexadecimal digest of everything that ranks must agree on."""
@@ -282,13 +309,20 @@ class ShardSpec:
             unit for unit in self.units if any(units.matches(pattern, units.split(unit)) for pattern in kept)
         )
 
+    @functools.cached_property
+    def numel(self) -> int:
+        """Number of elements of all tensors, tied ones once, padding left out."""
+        return sum(numel for group in self.groups for _, _, numel in group.views)
+
     @property
     def device(self) -> torch.device:
         """Where this rank's buffers live."""
         return device_of(self.mesh)
 
     def select(self, patterns: Iterable[str]) -> frozenset[str]:
-        """Paths of the leaves that a pattern matches; a pattern may end before the leaf does.
+        """Paths of the leaves that a pattern matches: one that matches some consecutive components of the path.
+
+        So ``"norm*"`` selects ``blocks.0.norm1.weight``, and so do ``"blocks.*"`` and ``"weight"``.
 
         Raises:
             PlanError: a pattern that matches nothing.
@@ -306,7 +340,7 @@ class ShardSpec:
                     bad(
                         "pattern",
                         repr(pattern),
-                        "a pattern that matches the start or end of some path",
+                        "a pattern that matches consecutive components of some path",
                         "see spec.leaves for the paths",
                     )
                 )
@@ -321,5 +355,5 @@ class ShardSpec:
 
 
 def _windows(path: units.Path, depth: int) -> tuple[units.Path, ...]:
-    """The start and the end of a path, `depth` components long."""
-    return (path[:depth], path[max(len(path) - depth, 0) :])
+    """The runs of `depth` consecutive components of a path."""
+    return tuple(path[start : start + depth] for start in range(len(path) - depth + 1))

@@ -26,13 +26,9 @@ class Stage(enum.Enum):
     ACCUMULATING = "accumulating"
 
 
-class Life:
-    """Whether a state's buffers were donated, and to what; shared by the state and its units."""
-
-    __slots__ = ("donated_to",)
-
-    def __init__(self) -> None:
-        self.donated_to: str | None = None
+# Shape of a frozen group's buffer in gradients and moments. Not (0,), which is what a rank with an empty segment of
+# frozen weights holds: whether a group is gathered must not depend on the rank.
+NOTHING = (0, 0)
 
 
 class Gatherer(Protocol):
@@ -67,7 +63,8 @@ class ShardState:
     stage: Stage = Stage.FINAL
     root: int = 0
     gatherer: Gatherer | None = dataclasses.field(default=None, repr=False)
-    life: Life = dataclasses.field(default_factory=Life, repr=False)
+    origin: ShardState | None = dataclasses.field(default=None, repr=False)
+    donated_to: str | None = dataclasses.field(default=None, repr=False)
 
     def __getitem__(self, unit: str) -> UnitState:
         numbers = self.spec.unit_groups(unit)
@@ -79,7 +76,7 @@ class ShardState:
             stage=self.stage,
             root=self.root,
             gatherer=self.gatherer,
-            life=self.life,
+            origin=self,
         )
 
 
@@ -94,24 +91,25 @@ class UnitState:
     stage: Stage = Stage.FINAL
     root: int = 0
     gatherer: Gatherer | None = dataclasses.field(default=None, repr=False)
-    life: Life = dataclasses.field(default_factory=Life, repr=False)
+    origin: ShardState | None = dataclasses.field(default=None, repr=False)
 
 
 _CHILDREN = ("main", "compute")
+_OWN = ("donated_to", "origin")  # facts about one object, which a copy made by a tree library does not share
 
 
 def flatten_node(node: ShardState | UnitState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Children and static part, for tree libraries."""
     check_alive(node, "state")
     static = tuple(
-        getattr(node, field.name) for field in dataclasses.fields(node) if field.name not in (*_CHILDREN, "life")
+        getattr(node, field.name) for field in dataclasses.fields(node) if field.name not in (*_CHILDREN, *_OWN)
     )
     return (node.main, node.compute), static
 
 
 def unflatten_node(cls: type, static: tuple[Any, ...], children: Any) -> Any:
     """The node again; its buffers may be anything that a tree function returned."""
-    names = [field.name for field in dataclasses.fields(cls) if field.name not in (*_CHILDREN, "life")]
+    names = [field.name for field in dataclasses.fields(cls) if field.name not in (*_CHILDREN, *_OWN)]
     main, compute = children
     return cls(main=main, compute=compute, **dict(zip(names, static, strict=True)))
 
@@ -136,11 +134,13 @@ def check_alive(state: ShardState | UnitState, argument: str) -> None:
     Raises:
         DonatedError: naming the function they were donated to.
     """
-    if state.life.donated_to is not None:
+    while state.origin is not None:  # a unit is as alive as the state it was taken from
+        state = state.origin
+    if isinstance(state, ShardState) and state.donated_to is not None:
         raise DonatedError(
             bad(
                 argument,
-                f"a state whose buffers were donated to {state.life.donated_to}",
+                f"a state whose buffers were donated to {state.donated_to}",
                 "a state that is alive",
                 "use the state that the call returned, or leave donate=True out",
             )
@@ -150,7 +150,7 @@ def check_alive(state: ShardState | UnitState, argument: str) -> None:
 def donate(to: str, *states: ShardState) -> None:
     """Mark states as used up by `to`."""
     for state in states:
-        state.life.donated_to = to
+        object.__setattr__(state, "donated_to", to)  # frozen for everyone else
 
 
 def check_state(state: Any, argument: str, spec: ShardSpec | None = None) -> None:
@@ -184,7 +184,8 @@ def tree_map(fn: Callable[..., Any], *states: ShardState) -> ShardState:
     """Apply `fn` to the main buffers of each trainable group; the result has no compute weights.
 
     Communicates nothing. `fn` gets one flat local buffer a state, padding included, and returns one of the same
-    size. A frozen group's buffer is passed on from the first state. Call `sync_model_weights` on the result before `unshard` if it holds weights.
+    size. A frozen group's buffer is passed on from the first state. Call `sync_model_weights` on the result before
+    `unshard` if it holds weights.
 
     Raises:
         StateError: the states have different plans or stages, or were donated.
@@ -232,5 +233,5 @@ def zeros_like(state: ShardState) -> ShardState:
     pairs = zip(state.spec.groups, state.main, strict=True)
     return with_main(
         state,
-        tuple(torch.zeros_like(main) if group.requires_grad else main.new_empty(0) for group, main in pairs),
+        tuple(torch.zeros_like(main) if group.requires_grad else main.new_empty(NOTHING) for group, main in pairs),
     )

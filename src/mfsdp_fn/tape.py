@@ -2,11 +2,18 @@
 
 Forward gathers a unit when it is used and the next one ahead of its use. Backward gathers the units again in
 reverse. Order is the difficulty: autograd runs only what this rank's loss depends on, and two ranks may depend on
-different units. So forward numbers everything that happens (`_tick`), and backward walks that numbering downwards:
-each unit is *entered* (its weights gathered) at the number of its last saved view and *left* (its gradients
-reduced) at the number of its first use. Autograd runs nodes latest first, so when a node numbered n asks for
-weights, everything numbered above n that will ever run has run: those units are left first, with zeros where no
-gradient came. The walk is a function of the sequence of `unshard` calls alone, which is the same on every rank.
+different units, or use what they gathered in different orders. So both orders of backward are functions of the
+sequence of `unshard` calls alone, which is the same on every rank: units are *left* (their gradients reduced) latest
+first use first, and *entered* (their weights gathered) latest last use first, the root units before all others
+(their weights are commonly gathered once and used at both ends of a model). How the two interleave follows from what
+could be used: before a unit is left, every unit is entered whose gathered weights the function still held when it was
+first used, and every unit that is computed again together with it. What is entered early costs memory, not
+correctness: let go of a unit's weights before the next unit, and where a later part of the model uses them again,
+unshard again.
+
+Forward numbers the `unshard` calls (`tick`), and a saved view remembers how many there had been. Autograd runs nodes
+latest first, so when a node that saved after call n asks for weights, whatever came after call n has run: units first
+used later are left before it gets them, with zeros where no gradient came.
 """
 
 from __future__ import annotations
@@ -62,14 +69,16 @@ class Record:
         self.trainable = any(group.requires_grad for group in self.groups)
         self.elements = sum(group.layout.size for group in self.groups)
         self.ahead: list[PendingGather] | None = None  # launched in forward, not used yet
+        self.held: list[torch.Tensor] | None = None  # of a kept unit, from its first use until it is left
         self.opened = -1  # number of the first use
-        self.last = -1  # number of the last use or saved view
+        self.last = -1  # number of the last use
+        self.reach = -1  # number of the last use of any unit at which this one's weights were still held or needed
+        self.region_end = -1  # number of the last use of any unit in the checkpointed region that used this one last
         self.bare = False  # some use saved no view: nothing but the tape can hold the slot
         self.entry: Any = None  # the autograd node through which all its gradients leave
         self.slot: Slot | None = Slot()
         self.slot_ref = weakref.ref(self.slot)
         self.launched = False  # in backward
-        self.entered = False
         self.left = False
         self.unclaimed: list[PendingGather] | None = None
 
@@ -80,6 +89,10 @@ class Record:
             launch_gather(weights_of(group, main, compute), group.gathers)
             for group, main, compute in zip(self.groups, unit.main, unit.compute, strict=True)
         ]
+
+
+def _refuse(key: tuple[int, str]) -> None:
+    raise AssertionError(f"unit {key} reduced after its call was closed")
 
 
 class TapePhase(enum.Enum):
@@ -110,8 +123,11 @@ class Tape:
         self.recorded = recorded
         self.sequence: list[tuple[int, str]] = []
         self.now = 0
-        self.events: list[tuple[int, bool, Record]] = []
-        self.position = 0
+        self.entering: list[Record] = []  # what backward has yet to gather, and
+        self.leaving: list[Record] = []  # has yet to reduce; both last first
+        self.holding: list[tuple[Record, Callable[[], bool]]] = []  # gathered for forward, and whether they are gone
+        self.region: object | None = None  # the checkpointed region in which a unit was used last, and
+        self.region_records: list[Record] = []  # its units
         # Registration order, for "which unit comes next"; a recording replaces it.
         self.registered = [record for record in self.records.values() if record.gathered]
 
@@ -138,7 +154,7 @@ class Tape:
 
     def launch(self, record: Record) -> None:
         """Gather ahead of use, at the caller's word."""
-        if self.phase is TapePhase.FORWARD and record.gathered and record.ahead is None:
+        if self.phase is TapePhase.FORWARD and record.gathered and record.ahead is None and record.held is None:
             record.ahead = record.launch()
 
     def take(self, record: Record) -> list[torch.Tensor]:
@@ -147,9 +163,14 @@ class Tape:
             return self._retake(record)
         self._check_replay(record)
         self.sequence.append(record.key)
-        pendings = record.ahead or record.launch()
-        record.ahead = None
-        flats = [pending.wait() for pending in pendings]
+        if record.held is not None:
+            flats = record.held
+        else:
+            pendings = record.ahead or record.launch()
+            record.ahead = None
+            flats = [pending.wait() for pending in pendings]
+            if record.kept:
+                record.held = flats  # not left to saved views: activation checkpointing saves none
         self._launch_next(record)
         return flats
 
@@ -181,8 +202,8 @@ class Tape:
         budget = self.runtime.forward_prefetch
         ahead = sum(other.elements for other in self.records.values() if other.ahead is not None)
         for other in following:
-            if not other.gathered or other.key in used:
-                if self.replays and other.gathered:
+            if not other.gathered or other.held is not None or other.key in used:
+                if self.replays and other.gathered and other.held is None:
                     break  # its next use comes before anything later; it can't be gathered twice ahead
                 continue
             if budget is None:
@@ -194,55 +215,74 @@ class Tape:
                 return
             self.launch(other)
 
-    def note_use(self, record: Record) -> None:
-        """Number a use that gradients can flow through."""
+    def note_use(self, record: Record, region: object | None) -> None:
+        """Number a use that gradients can flow through; `region` is one object for what is computed again together."""
+        self.tick()
+        if region is None or region is not self.region:
+            self.region, self.region_records = region, []
+        self.region_records.append(record)
+        for other in self.region_records:
+            other.reach = other.region_end = self.now
+        record.last = self.now
         if record.opened < 0:
-            record.opened = self.tick()
-        record.last = self.tick()
-
-    def note_saved(self, record: Record) -> int:
-        """Number a saved view."""
-        record.last = self.tick()
-        return record.last
+            record.opened = record.last
+        self.holding = [(other, gone) for other, gone in self.holding if not gone()]
+        for other, _ in self.holding:
+            other.reach = self.now
 
     # Backward
 
     def begin_backward(self) -> None:
         """Forward is over: fix the walk."""
+        if self.recorded is not None and len(self.sequence) < len(self.recorded.units):
+            raise OrderError(
+                bad(
+                    "loss_fn",
+                    f"a call that ended after {len(self.sequence)} uses of units",
+                    f"{len(self.recorded.units)} uses, as recorded",
+                    "use PrefetchOrder.REGISTRATION for functions whose sequence of units changes",
+                )
+            )
         self.drain()
+        self._forget_forward()
         self.phase = TapePhase.BACKWARD
-        for record in self.records.values():
-            if record.opened < 0:
-                continue
-            self.events.append((record.last, True, record))
-            self.events.append((record.opened, False, record))
+        used = [record for record in self.records.values() if record.opened > 0]
+        self.entering = sorted(used, key=lambda record: (not record.key[1], record.last))
+        self.leaving = sorted(used, key=lambda record: record.opened)
+        for record in used:
             if not record.bare:
                 record.slot = None  # its saved views hold it from here on
-        self.events.sort(key=lambda event: -event[0])
 
     def advance(self, number: int) -> None:
-        """Walk down to `number`, inclusive."""
-        while self.position < len(self.events) and self.events[self.position][0] >= number:
-            _, entering, record = self.events[self.position]
-            self.position += 1
-            if entering:
-                self._enter(record)
-            else:
-                self._leave(record)
+        """Leave the units that were first used after call `number`; enter on the way what is due by then."""
+        while self.leaving and self.leaving[-1].opened > number:
+            record = self.leaving.pop()
+            while any(not other.key[1] or other.reach >= record.opened for other in self.entering):
+                self._enter()
+            self._leave(record)
 
-    def _enter(self, record: Record) -> None:
-        record.entered = True
+    def _enter(self) -> None:
+        """Gather the next unit, and launch what comes after it."""
+        record = self.entering.pop()
         self._relaunch(record)
         budget, ahead = self.runtime.backward_prefetch, 0
-        for _, entering, other in self.events[self.position :]:
-            if not entering or not other.gathered or other.kept:
+        for other in reversed(self.entering):
+            if not other.gathered or other.kept:
                 continue
             ahead += other.elements
             if budget is not None and ahead > budget:
-                return
+                break
             self._relaunch(other)
             if budget is None:
-                return
+                break
+        for pending in record.unclaimed or ():  # only other ranks need it
+            pending.wait()
+        record.unclaimed = None
+
+    def _enter_up_to(self, record: Record) -> None:
+        """Gather a unit that is needed now, and first whatever comes before it in the order of all ranks."""
+        while record in self.entering:
+            self._enter()
 
     def _relaunch(self, record: Record) -> None:
         """Gather for backward, whether or not this rank needs it: other ranks may."""
@@ -254,6 +294,7 @@ class Tape:
             record.unclaimed = pendings
         else:
             slot.pendings = pendings
+            record.slot = slot  # until it is waited for: autograd may free the saved views without reading one
 
     def _leave(self, record: Record) -> None:
         record.left = True
@@ -262,7 +303,7 @@ class Tape:
             self.reduce_unit(record.key)
 
     def _release(self, record: Record) -> None:
-        slot, record.slot = record.slot_ref(), None
+        slot, record.slot, record.held = record.slot_ref(), None, None
         if slot is not None and slot.pendings is not None:
             slot.get()
         for pending in record.unclaimed or ():
@@ -280,14 +321,18 @@ class Tape:
                     "keep the model's forward on one device",
                 )
             )
-        self.advance(record.opened)
+        self.advance(record.opened - 1)
 
     def weights(self, record: Record, slot: Slot, number: int, position: int) -> torch.Tensor:
-        """A gathered buffer that a view saved at `number` belongs to."""
+        """A gathered buffer that a view saved after call `number` belongs to."""
         if self.phase is TapePhase.FORWARD:  # the function differentiates something itself
             return record.launch()[position].wait()
         self.advance(number)
-        return slot.get()[position]
+        self._enter_up_to(record)
+        flats = slot.get()
+        if not record.bare:
+            record.slot = None  # its saved views hold it again
+        return flats[position]
 
     def _retake(self, record: Record) -> list[torch.Tensor]:
         """A unit used while backward runs: activation checkpointing computes a block again."""
@@ -300,9 +345,12 @@ class Tape:
                     "use the unit in forward too, so that every rank knows its place",
                 )
             )
-        self.advance(record.last)
+        self.advance(record.region_end)  # no further: of the region's units gradients are still to come
+        self._enter_up_to(record)
+        if record.held is not None:
+            return record.held
         slot = record.slot_ref()
-        if slot is None or not record.gathered or record.kept:
+        if slot is None or not record.gathered:
             return [pending.wait() for pending in record.launch()]
         return slot.get()
 
@@ -312,6 +360,10 @@ class Tape:
         self.close()
         return ExecutionOrder(tuple(self.sequence))
 
+    def _forget_forward(self) -> None:
+        self.holding.clear()
+        self.region, self.region_records = None, []
+
     def drain(self) -> None:
         """Wait for gathers that nothing used."""
         for record in self.records.values():
@@ -320,12 +372,18 @@ class Tape:
             record.ahead = None
 
     def close(self) -> None:
-        """Wait for everything launched and let go of it."""
+        """Wait for everything launched and let go of it, at once: nothing here may wait for a garbage collection."""
         self.phase = TapePhase.CLOSED
         self.drain()
         for record in self.records.values():
             self._release(record)
             record.entry = None
+        self.records.clear()
+        self.registered.clear()
+        self.entering.clear()
+        self.leaving.clear()
+        self._forget_forward()
+        self.reduce_unit = _refuse  # whoever made the tape handed in its own method: a cycle
 
 
 __all__ = ["Phase", "Record", "Slot", "Tape", "TapePhase"]

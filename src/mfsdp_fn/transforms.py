@@ -15,7 +15,7 @@ from .mesh import AbstractMesh
 from .placement import Replicate
 from .plan import tie_key
 from .spec import GroupSpec, ShardSpec
-from .state import ShardState, Stage, UnitState, check_alive, check_state, with_main
+from .state import NOTHING, ShardState, Stage, UnitState, check_alive, check_state, with_main
 from .state import donate as mark_donated
 
 InitFn = Callable[[str, torch.Tensor], torch.Tensor]
@@ -59,10 +59,8 @@ def shard(params: Any, spec: ShardSpec, *, init_fn: InitFn | None = None) -> Sha
     local = [group.local_views(buffer, group.main_range) for group, buffer in zip(spec.groups, main, strict=True)]
     for number, leaf in _first_leaves(spec):
         view = local[leaf.group].get(leaf.index)
-        if leaves[number].is_meta:
-            value = _initial(leaf.path, leaves[number], init_fn)
-        else:
-            value = leaves[number].detach()
+        given = leaves[number]
+        value = _initial(leaf.path, given, init_fn) if given.is_meta else given.detach()
         if view is None:
             continue
         offset = spec.groups[leaf.group].views[leaf.index][0]
@@ -190,6 +188,9 @@ def sync_model_weights(state: ShardState, *, donate: bool = False) -> ShardState
         compute.append(None)
         if not group.has_compute:
             continue
+        if old is not None and not group.requires_grad:
+            compute[-1] = old  # no optimizer changes frozen weights
+            continue
         if group.sync_gathers:
             ahead.append((number, launch_gather(main.to(group.dtypes.compute), group.sync_gathers)))
             if len(ahead) > 1:  # one gather ahead: what is launched is also allocated
@@ -226,7 +227,7 @@ def weights_of(group: GroupSpec, main: torch.Tensor, compute: torch.Tensor | Non
                 "call sync_model_weights(state) on what tree_map returned",
             )
         )
-    return main
+    return main if group.store_compute else main.to(group.dtypes.compute)
 
 
 def whole_views(group: GroupSpec, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -271,11 +272,10 @@ def launch(unit: UnitState) -> PendingUnit:
 def _launch_group(unit: UnitState, position: int) -> PendingGather | None:
     group = unit.spec.groups[unit.spec.unit_groups(unit.unit)[position]]
     main, compute = unit.main[position], unit.compute[position]
-    if (compute is None and group.has_compute) or main.numel() != _size(group.main_range):
-        # Gradients and moments, and what tree_map made of weights: whole main buffers. A frozen group of
-        # gradients holds nothing.
-        if main.numel() != _size(group.main_range):
-            return None
+    if tuple(main.shape) == NOTHING:  # a frozen group of gradients or moments
+        return None
+    if compute is None and group.has_compute:
+        # Gradients and moments, and what tree_map made of weights: whole main buffers.
         return launch_gather(main, group.sync_gathers + group.gathers)
     return launch_gather(weights_of(group, main, compute), group.gathers)
 
@@ -419,7 +419,7 @@ def _reduce_inner(by_group: list[dict[int, torch.Tensor]], spec: ShardSpec, into
     """Every microbatch's part: pack, reduce over the axes that gradients are sharded over, add."""
     accumulating = any(group.defers for group in spec.groups)
     base = into if into is not None and (into.stage is Stage.ACCUMULATING or not accumulating) else None
-    main = [torch.empty(0, dtype=g.dtypes.grad, device=spec.device) for g in spec.groups]
+    main = [torch.empty(NOTHING, dtype=g.dtypes.grad, device=spec.device) for g in spec.groups]
     waiting: list[tuple[int, reduction.PendingReduction]] = []
 
     def finish() -> None:
@@ -450,10 +450,10 @@ def _finish(grads: ShardState) -> ShardState:
         group = grads.spec.groups[number]
         if not group.requires_grad:
             continue
-        waiting.append((number, reduction.launch_deferred(group, main[number])))
-        if len(waiting) > grads.spec.runtime.max_inflight_reductions:
+        if len(waiting) >= grads.spec.runtime.max_inflight_reductions:
             done, pending = waiting.pop(0)
             main[done] = reduction.finish_deferred(grads.spec.groups[done], pending)
+        waiting.append((number, reduction.launch_deferred(group, main[number])))
     for done, pending in waiting:
         main[done] = reduction.finish_deferred(grads.spec.groups[done], pending)
     return dataclasses.replace(grads, main=tuple(main), stage=Stage.FINAL)

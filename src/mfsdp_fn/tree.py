@@ -46,10 +46,13 @@ _DICTS = (dict, OrderedDict, defaultdict)
 def _one_level(tree: Any, namespace: str) -> Node | None:
     """The node at the top of `tree`, its children still raw trees; None if `tree` is a leaf."""
     if type(tree) in _DICTS:
-        return Node(dict, tuple(tree.keys()), tuple(tree.values()), None)
+        kind = OrderedDict if type(tree) is OrderedDict else dict  # a default_factory is nothing to rebuild
+        return Node(kind, tuple(tree.keys()), tuple(tree.values()), None)
     if optree.tree_is_leaf(tree, namespace=namespace):
         return None
     children, metadata, entries, unflatten = optree.tree_flatten_one_level(tree, namespace=namespace)
+    if optree.is_namedtuple(tree):
+        entries = type(tree)._fields  # optree says 0, 1, …
     return Node(type(tree), tuple(entries), tuple(children), lambda values: unflatten(metadata, list(values)))
 
 
@@ -68,19 +71,29 @@ def flatten(
     """
     leaves: list[Any] = []
     paths: list[tuple[str, ...]] = []
+    return leaves, paths, _walk(tree, (), leaves, paths, namespace, is_leaf)
 
-    def walk(tree: Any, path: tuple[str, ...]) -> Template:
-        node = None if is_leaf(tree) else _one_level(tree, namespace)
-        if node is None:
-            leaves.append(tree)
-            paths.append(path)
-            return Leaf(len(leaves) - 1)
-        children = tuple(
-            walk(child, path + components(entry)) for entry, child in zip(node.entries, node.children, strict=True)
-        )
-        return dataclasses.replace(node, children=children)
 
-    return leaves, paths, walk(tree, ())
+# Not a closure inside `flatten`: one that calls itself is a reference cycle, which would keep the leaves alive until
+# a garbage collection.
+def _walk(
+    tree: Any,
+    path: tuple[str, ...],
+    leaves: list[Any],
+    paths: list[tuple[str, ...]],
+    namespace: str,
+    is_leaf: Callable[[Any], bool],
+) -> Template:
+    node = None if is_leaf(tree) else _one_level(tree, namespace)
+    if node is None:
+        leaves.append(tree)
+        paths.append(path)
+        return Leaf(len(leaves) - 1)
+    children = tuple(
+        _walk(child, path + components(entry), leaves, paths, namespace, is_leaf)
+        for entry, child in zip(node.entries, node.children, strict=True)
+    )
+    return dataclasses.replace(node, children=children)
 
 
 def flatten_like(template: Template, tree: Any, argument: str, namespace: str = "") -> dict[int, Any]:
@@ -90,50 +103,50 @@ def flatten_like(template: Template, tree: Any, argument: str, namespace: str = 
         StateError: `tree` doesn't have the template's structure; names the first path where it differs.
     """
     leaves: dict[int, Any] = {}
+    _match(template, tree, (), leaves, argument, namespace)
+    return leaves
 
-    def walk(template: Template, tree: Any, path: tuple[str, ...]) -> None:
-        if isinstance(template, Absent):
-            return
-        where = ".".join(path) or "the top"
-        if isinstance(template, Leaf):
-            if tree is not None and _one_level(tree, namespace) is not None:
-                raise StateError(
-                    bad(
-                        argument,
-                        f"a {type(tree).__name__} at {where}",
-                        "a tensor or None",
-                        "give the structure that was planned",
-                    )
-                )
-            leaves[template.index] = tree
-            return
-        node = _one_level(tree, namespace)
-        same = node is not None and node.kind is template.kind
-        if same and node is not None:
-            same = (
-                set(node.entries) == set(template.entries)
-                if node.unflatten is None
-                else node.entries == template.entries
-            )
-        if not same or node is None:
-            got = f"a {type(tree).__name__} at {where}"
-            if node is not None:
-                differing = sorted(map(str, set(node.entries) ^ set(template.entries)))
-                got += f" that differs in {differing[:3]}" if differing else ""
+
+def _match(
+    template: Template, tree: Any, path: tuple[str, ...], leaves: dict[int, Any], argument: str, namespace: str
+) -> None:
+    if isinstance(template, Absent):
+        return
+    where = ".".join(path) or "the top"
+    if isinstance(template, Leaf):
+        if tree is not None and _one_level(tree, namespace) is not None:
             raise StateError(
                 bad(
                     argument,
-                    got,
-                    f"a {template.kind.__name__} with {len(template.entries)} entries, as planned",
-                    "give the structure that was planned, or plan again",
+                    f"a {type(tree).__name__} at {where}",
+                    "a tensor or None",
+                    "give the structure that was planned",
                 )
             )
-        by_entry = dict(zip(node.entries, node.children, strict=True))
-        for entry, child in zip(template.entries, template.children, strict=True):
-            walk(child, by_entry[entry], path + components(entry))
-
-    walk(template, tree, ())
-    return leaves
+        leaves[template.index] = tree
+        return
+    node = _one_level(tree, namespace)
+    same = node is not None and (node.kind is template.kind or node.unflatten is template.unflatten is None)
+    if same and node is not None:
+        same = (
+            set(node.entries) == set(template.entries) if node.unflatten is None else node.entries == template.entries
+        )
+    if not same or node is None:
+        got = f"a {type(tree).__name__} at {where}"
+        if node is not None:
+            differing = sorted(map(str, set(node.entries) ^ set(template.entries)))
+            got += f" that differs in {differing[:3]}" if differing else ""
+        raise StateError(
+            bad(
+                argument,
+                got,
+                f"a {template.kind.__name__} with {len(template.entries)} entries, as planned",
+                "give the structure that was planned, or plan again",
+            )
+        )
+    by_entry = dict(zip(node.entries, node.children, strict=True))
+    for entry, child in zip(template.entries, template.children, strict=True):
+        _match(child, by_entry[entry], path + components(entry), leaves, argument, namespace)
 
 
 def build(template: Template, values: Any) -> Any:
@@ -148,7 +161,7 @@ def build(template: Template, values: Any) -> Any:
         return None
     children = [build(child, values) for child in template.children]
     if template.unflatten is None:
-        return dict(zip(template.entries, children, strict=True))
+        return template.kind(zip(template.entries, children, strict=True))
     return template.unflatten(children)
 
 
@@ -200,6 +213,24 @@ def subtree(template: Template, path: tuple[str, ...], keep: Collection[int]) ->
             rest.append((".".join(parts[len(path) :]), child))
     node = Node(dict, tuple(key for key, _ in rest), tuple(child for _, child in rest), None)
     return prune(node, keep)
+
+
+def is_mixed(template: Template) -> bool:
+    """Whether some dict has a container at a key and dotted keys that lead into the same path.
+
+    >>> is_mixed(flatten({"l": {"w": 1}, "l.b": 2})[2]), is_mixed(flatten({"l.w": 1, "l.b": 2})[2])
+    (True, False)
+    """
+    if not isinstance(template, Node):
+        return False
+    if template.unflatten is None:
+        pairs = zip(template.entries, template.children, strict=True)
+        nested = {components(entry) for entry, child in pairs if isinstance(child, Node)}
+        for entry in template.entries if nested else ():
+            parts = components(entry)
+            if any(parts[:depth] in nested for depth in range(1, len(parts))):
+                return True
+    return any(is_mixed(child) for child in template.children)
 
 
 def check_paths(paths: Sequence[tuple[str, ...]]) -> None:

@@ -1,0 +1,1 @@
+"""Parts of `train_gpt.py`, one concept a file."""

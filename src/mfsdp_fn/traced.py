@@ -1,0 +1,175 @@
+"""`value_and_grad` inside `torch.compile`: the same function said in ops that a compiler can move.
+
+There is no tape: the graph holds the whole step. What eager does by forgetting gathered weights, `graph.regather`
+does to the graph: gathers are annotated here, and so is all of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback
+
+from . import collectives, reduction
+from .graph import REGATHER
+from .spec import GroupSpec, ShardSpec
+from .state import ShardState, Stage, UnitState
+from .transforms import unit_values, weights_of
+
+_BACKWARD = {"phase": "backward"}
+
+
+class _Enter(torch.autograd.Function):
+    """What a group is differentiated with respect to: a slot with the gradient's shape and dtype, and no values.
+
+    Not the buffer itself: autograd would cast its gradient to the buffer's dtype. It requires grad because the anchor
+    does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return anchor.new_empty(size, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        return None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    """Gather and views; the transpose packs and reduces."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, slot: torch.Tensor, local: torch.Tensor, group: GroupSpec, again: bool
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        with torch.fx.traceback.annotate({REGATHER: again}):
+            return _views(group, _gather(group, local))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        with torch.fx.traceback.annotate(_BACKWARD):
+            return _reduce(ctx.group, grads), None, None, None
+
+
+def _gather(group: GroupSpec, local: torch.Tensor) -> torch.Tensor:
+    flat = local
+    for move in group.gathers:
+        flat = collectives.all_gather(flat, move.sizes, move.axis).wait()
+    return flat
+
+
+def _views(group: GroupSpec, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(flat.narrow(0, offset, numel).view(shape) for offset, shape, numel in group.views)
+
+
+def _reduce(group: GroupSpec, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One microbatch's contribution, in the gradient placement."""
+    dtype = group.dtypes.reduce if group.grad_scatters else group.dtypes.grad
+    order = sorted(range(len(grads)), key=lambda index: group.views[index][0])
+    parts: list[torch.Tensor] = []
+    end = 0
+    for index in order:  # one concatenation: the compiler fuses the casts into it
+        offset, _, numel = group.views[index]
+        if not numel:
+            continue
+        if offset > end:
+            parts.append(grads[index].new_zeros(offset - end, dtype=dtype))
+        grad = grads[index].reshape(-1)
+        parts.append((grad.float() * group.scale if reduction.scales_first(group) else grad).to(dtype))
+        end = offset + numel
+    if group.layout.size > end:
+        parts.append(grads[0].new_zeros(group.layout.size - end, dtype=dtype))
+    return reduction.accumulate(group, reduction.launch(group, torch.cat(parts)), None)
+
+
+class Session:
+    """One traced call: gradient slots, and each unit's parameters."""
+
+    def __init__(self, states: Sequence[ShardState]) -> None:
+        self.states = states
+        self.anchor = states[0].spec.anchor
+        self.slots: dict[tuple[int, int], torch.Tensor] = {}
+        self.units: dict[tuple[int, str], dict[int, torch.Tensor]] = {}
+
+    def launch(self, unit: UnitState) -> None:
+        """Nothing to do: the compiler launches."""
+
+    def gather(self, unit: UnitState) -> dict[int, torch.Tensor]:
+        """The unit's parameters; every use shares them, so that it is reduced once."""
+        key = (unit.root, unit.unit)
+        if key not in self.units:
+            self.units[key] = self._gather(unit)
+        return self.units[key]
+
+    def _gather(self, unit: UnitState) -> dict[int, torch.Tensor]:
+        spec = unit.spec
+        by_group: dict[int, Sequence[torch.Tensor]] = {}
+        numbers = spec.unit_groups(unit.unit)
+        for number, main, compute in zip(numbers, unit.main, unit.compute, strict=True):
+            group = spec.groups[number]
+            local = weights_of(group, main, compute)
+            if not group.requires_grad:
+                by_group[number] = _views(group, _gather(group, local))
+                continue
+            held = group.grad_range
+            slot = _Enter.apply(self.anchor, held.stop - held.start, group.dtypes.grad)
+            self.slots[unit.root, number] = slot
+            again = bool(group.gathers) and unit.unit not in spec.kept_units
+            by_group[number] = _Unshard.apply(slot, local, group, again)
+        return unit_values(spec, unit.unit, by_group)
+
+
+def gradients(
+    session: Session,
+    loss: torch.Tensor,
+    given: Sequence[ShardState | None],
+    *,
+    is_last_microbatch: bool,
+) -> list[ShardState]:
+    """The traced backward."""
+    keys = list(session.slots)
+    with torch.fx.traceback.annotate(_BACKWARD):
+        found = torch.autograd.grad(loss, [session.slots[key] for key in keys], allow_unused=True)
+    by_key = dict(zip(keys, found, strict=True))
+    return [
+        _finish(state.spec, root, by_key, total, last=is_last_microbatch)
+        for root, (state, total) in enumerate(zip(session.states, given, strict=True))
+    ]
+
+
+def _finish(
+    spec: ShardSpec,
+    root: int,
+    by_key: dict[tuple[int, int], torch.Tensor | None],
+    given: ShardState | None,
+    *,
+    last: bool,
+) -> ShardState:
+    defers = any(group.defers for group in spec.groups)
+    final = last or not defers
+    main = []
+    for number, group in enumerate(spec.groups):
+        grad = by_key.get((root, number))
+        held = group.main_range if final else group.grad_range
+        start = None if given is None else given.main[number]
+        add_after = given is not None and given.stage is Stage.FINAL and defers
+        if not group.requires_grad:
+            main.append(torch.empty((0, 0), dtype=group.dtypes.grad, device=spec.device))
+            continue
+        if grad is not None and start is not None and not add_after:
+            grad = (start + grad).to(group.dtypes.grad)
+        elif grad is None and start is not None and not add_after:
+            grad = start.clone()
+        if grad is not None and last and group.defers:
+            grad = reduction.finish_deferred(group, reduction.launch_deferred(group, grad))
+        if grad is None:
+            grad = torch.zeros(held.stop - held.start, dtype=group.dtypes.grad, device=spec.device)
+        main.append(start + grad if add_after and start is not None else grad)
+    stage = Stage.FINAL if final else Stage.ACCUMULATING
+    return ShardState(main=tuple(main), compute=(None,) * len(main), spec=spec, stage=stage)
+
+
+Transformed = Callable[..., tuple[Any, Any]]
