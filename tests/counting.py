@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _KINDS = {
     "all_gather_into_tensor": "gather",
+    "all_gather_into_tensor_out": "gather",
     "reduce_scatter_tensor": "scatter",
     "all_reduce": "all_reduce",
     "broadcast": "broadcast",

@@ -120,6 +120,19 @@ def test_bytes(world: int) -> None:
     run_ranks(world, count_bytes)
 
 
+def alive_in(fn: Any, state: mf.ShardState, batch: Any) -> tuple[int, int]:
+    """The largest numbers of gathered buffers and of reduction inputs alive at once.
+
+    A backend's threads may hold a buffer a moment longer, which can only make them more: the least of several calls.
+    """
+    seen = []
+    for _ in range(4):
+        with Counting() as counting:
+            mf.value_and_grad(fn)(state, batch)
+        seen.append((counting.most_gathered, counting.most_reducing))
+    return min(gathered for gathered, _ in seen), min(reducing for _, reducing in seen)
+
+
 def order_of_launches(rank: int, world: int) -> None:
     def events(runtime: mf.RuntimePolicy) -> tuple[Counting, str]:
         state = made("zero3", world, runtime=runtime)
@@ -133,18 +146,12 @@ def order_of_launches(rank: int, world: int) -> None:
     # then for each block the gather of the one before it, both products, and its reduction.
     counting, seen = events(mf.RuntimePolicy())
     assert seen == "gggm" + "gm" * 2 + "m" + "gg" + "gmms" * (DEPTH - 1) + "mms" + "s"
-    assert counting.most_gathered <= 3  # the unit in use, the next, and in backward one whose views are about to go
-    assert counting.most_reducing == 1
 
     counting, seen = events(mf.RuntimePolicy(forward_prefetch=0, backward_prefetch=0))
     assert seen == "g" + "gm" * DEPTH + "g" + "gmms" * DEPTH + "s"
-    assert counting.most_gathered <= 2
 
     counting, seen = events(mf.RuntimePolicy(forward_prefetch=10**6, backward_prefetch=10**6))
     assert seen == "g" * UNITS + "m" * DEPTH + "g" * UNITS + "mms" * DEPTH + "s"
-
-    counting, seen = events(mf.RuntimePolicy(max_inflight_reductions=3))
-    assert counting.most_reducing <= 3
 
     counting, seen = events(mf.RuntimePolicy(keep_gathered=("blocks.*",)))
     assert seen == "gggm" + "gm" * 2 + "m" + "mmgs" + "mms" * (DEPTH - 1) + "s"  # the root's at the first reduction
@@ -153,12 +160,30 @@ def order_of_launches(rank: int, world: int) -> None:
     assert counting.count("gather") == 2 * UNITS - 1
 
 
+def launched_alike(rank: int, world: int) -> list[tuple[str, int]]:
+    """What is launched must not depend on when a backend's threads let go of a buffer: many times, one communicator."""
+    state = made("zero3", world, runtime=mf.RuntimePolicy(overlap_allgather_reduction=False))
+    with Counting() as counting:
+        for micro in range(40):
+            mf.value_and_grad(sharded_loss)(state, batch_of(0, micro, rank))
+    launches = [(kind, sent) for kind, _, sent in counting.launches()]
+    assert launches == launches[: len(launches) // 40] * 40
+    return launches
+
+
+def test_launches_are_the_same_every_time_on_every_rank() -> None:
+    one, *others = run_ranks(3, launched_alike)
+    assert all(other == one for other in others)
+
+
 def test_order_of_launches() -> None:
     run_ranks(2, order_of_launches)
 
 
 def buffers_alive(rank: int, world: int) -> None:
     """Gathered buffers and reduction inputs don't pile up with depth, also where each is named and on two axes."""
+    lazy = made("zero3", world, depth=6, runtime=mf.RuntimePolicy(forward_prefetch=0, backward_prefetch=0))
+    assert alive_in(sharded_loss, lazy, batch_of(0, 0, rank)) == (2, 1)  # the second's views are about to go
 
     def named(state: mf.ShardState, batch: Any) -> torch.Tensor:
         root = mf.unshard(state[""])
@@ -172,12 +197,11 @@ def buffers_alive(rank: int, world: int) -> None:
     for preset, shape in (("zero3", (world,)), ("hsdp", (2, world // 2)), ("hfsdp", (2, world // 2))):
         for inflight in (1, 2):
             runtime = mf.RuntimePolicy(max_inflight_reductions=inflight)
-            state = made(preset, *shape, depth=10, runtime=runtime)
+            state = made(preset, *shape, depth=6, runtime=runtime)
             for fn, most in ((sharded_loss, 3), (named, 5)):
-                with Counting() as counting:
-                    mf.value_and_grad(fn)(state, batch_of(0, 0, rank))
-                assert counting.most_gathered <= most, (preset, fn)
-                assert counting.most_reducing <= inflight, (preset, inflight, counting.most_reducing)
+                gathered, reducing = alive_in(fn, state, batch_of(0, 0, rank))
+                assert gathered <= most, (preset, fn)
+                assert reducing <= inflight, (preset, inflight)
 
 
 def test_what_is_alive_is_bounded() -> None:

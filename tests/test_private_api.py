@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import tokenize
+import weakref
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,18 @@ def test_storage_addresses_and_weak_references() -> None:
     assert held.expired()
     # While the weak reference lives, no other storage gets the address.
     assert all(torch.zeros(4).untyped_storage()._cdata != address for _ in range(100))
+
+
+def test_an_alias_lives_as_long_as_views_of_it() -> None:
+    """Not private, but not documented: views keep their base's Python object alive, also through views of views."""
+    buffer = torch.arange(4.0)
+    alias = torch.empty(0).set_(buffer.untyped_storage(), 0, buffer.shape, buffer.stride())
+    held = weakref.ref(alias)
+    view = alias[1:3].view(1, 2).t()
+    del alias
+    assert held() is not None
+    del view
+    assert held() is None
 
 
 def test_the_innermost_hooks_identify_a_checkpoint() -> None:

@@ -1,7 +1,7 @@
 """mfsdp_fn: fully sharded data parallel training as a functional library."""
 
 from . import optim, testing
-from .autodiff import saved_tensors_hooks, value_and_grad, vjp
+from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad, vjp
 from .compiling import compile
 from .dtensor import to_dtensors
 from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, StateError
@@ -90,6 +90,7 @@ __all__ = [
     "StateError",
     "TensorAtomic",
     "UnitState",
+    "ValueAndGrad",
     "assign_owner_work",
     "build_for_row_atomic",
     "build_for_row_atomic_unpadding",

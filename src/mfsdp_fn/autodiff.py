@@ -12,7 +12,9 @@ Private torch API here, each with a test that fails when it goes: `UntypedStorag
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -129,7 +131,7 @@ class _Session:
         flats = self.tape.take(record)
         if grad_enabled and self.tape.phase is TapePhase.FORWARD:
             self.tape.note_use(record, _checkpointed_region())
-            self._watch(record, flats)
+            flats = self._watch(record, flats)
         if grad_enabled and record.trainable:
             if record.entry is None:
                 record.entry = _Enter.apply(self.anchor, self, record)
@@ -143,18 +145,22 @@ class _Session:
             by_group[number], views = views[: len(group.views)], views[len(group.views) :]
         return unit_values(record.unit.spec, record.unit.unit, by_group)
 
-    def _watch(self, record: Record, flats: list[torch.Tensor]) -> None:
-        """Recognise views of these buffers when they are saved for backward."""
+    def _watch(self, record: Record, flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Recognise views of these buffers when they are saved for backward. Gives the buffers to take views of."""
         if not record.gathered or record.kept:
-            return
-        saved = [False]
+            return flats
+        saved, watched = [False], []
         self.uses.append((record, saved))
         for position, (group, flat) in enumerate(zip(record.groups, flats, strict=True)):
             storage = flat.untyped_storage()
+            # Only the function's views refer to this alias (as their base), so that it tells whether the function
+            # holds any. The buffer doesn't: a backend's threads let go of it at a time of their own on each rank.
+            alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
+            watched.append(alias.set_(storage, flat.storage_offset(), flat.shape, flat.stride()))
             if group.gathers and storage.nbytes():  # empty storages all look alike
-                held = StorageWeakRef(storage)
-                self.storages[storage._cdata] = (held, record, position, saved)
-                self.tape.holding.append((record, held.expired))
+                self.storages[storage._cdata] = (StorageWeakRef(storage), record, position, saved)
+                self.tape.holding.append((record, weakref.ref(watched[-1])))
+        return watched
 
     # The hooks
 
@@ -363,12 +369,13 @@ def value_and_grad(
     is_last_microbatch: bool = True,
     accumulate: Any = None,
     donate: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+) -> ValueAndGrad:
     """A function that computes `loss_fn` and the sharded gradient with respect to its first argument.
 
     The transformed function takes ``(state, *args, **kwargs)`` and gives ``(loss, grads)``: the loss of this rank's
     batch, detached, and a `ShardState` of gradients, averaged over data-parallel ranks. `state` may be a pytree of
-    ShardStates; then gradients are that pytree.
+    ShardStates; then gradients are that pytree. In a loop over microbatches make it once, and take
+    ``with_options(accumulate=…, is_last_microbatch=…)`` for each.
 
     Communicates what the placements' table says: a unit is gathered when it is used and again in backward (the next
     one is launched ahead each time), and reduced when its last gradient is there. Reductions leave in the reverse
@@ -398,42 +405,53 @@ def value_and_grad(
     >>> loss.item(), grads.main[0]
     (5.0, tensor([2., 4.]))
     """
-    recordings = _Recordings()
+    return ValueAndGrad(loss_fn, has_aux, is_last_microbatch, accumulate, donate, _Recordings())
 
-    def transformed(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ValueAndGrad:
+    """What `value_and_grad` returns: the transformed function, with the order of units that it has recorded."""
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    is_last_microbatch: bool
+    accumulate: Any
+    donate: bool
+    recordings: _Recordings
+
+    def with_options(
+        self, *, is_last_microbatch: bool = True, accumulate: Any = None, donate: bool = False
+    ) -> ValueAndGrad:
+        """The same function for another microbatch: it shares what was recorded (`PrefetchOrder.RECORDED`)."""
+        return dataclasses.replace(self, is_last_microbatch=is_last_microbatch, accumulate=accumulate, donate=donate)
+
+    def __call__(self, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """``(loss, grads)``, or ``((loss, aux), grads)``."""
         if torch.compiler.is_compiling():
-            return _traced_value_and_grad(
-                loss_fn, state, args, kwargs, has_aux=has_aux, last=is_last_microbatch, accumulate=accumulate
-            )
-        session, states, template, handed = _open(state, recordings)
-        sinks = _make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
+            return _traced_value_and_grad(self, state, args, kwargs)
+        session, states, template, handed = _open(state, self.recordings)
+        sinks = _make_sinks(
+            states, template, self.accumulate, is_last_microbatch=self.is_last_microbatch, donate=self.donate
+        )
         session.sinks = sinks
         try:
             with torch.enable_grad(), torch_saved_tensors_hooks(session.pack, session.unpack):
-                result = loss_fn(handed, *args, **kwargs)
-            loss, aux = _check_loss(result, has_aux)
+                result = self.loss_fn(handed, *args, **kwargs)
+            loss, aux = _check_loss(result, self.has_aux)
         except BaseException:
             session.abandon()
             raise
         del result, handed
         _, order = session.backward([loss], [None], [])
         grads = tree.build(template, [sink.finish() for sink in sinks])
-        recordings.put(states, order)
-        value = (loss.detach(), optree.tree_map(_detach, aux, none_is_leaf=True)) if has_aux else loss.detach()
-        return value, grads
-
-    return transformed
+        self.recordings.put(states, order)
+        if self.has_aux:
+            return (loss.detach(), optree.tree_map(_detach, aux, none_is_leaf=True)), grads
+        return loss.detach(), grads
 
 
 def _traced_value_and_grad(
-    loss_fn: Callable[..., Any],
-    state: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    has_aux: bool,
-    last: bool,
-    accumulate: Any,
+    transform: ValueAndGrad, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """`value_and_grad` as a compiler sees it; `donate` is the compiler's own business there."""
     single = isinstance(state, ShardState)
@@ -444,13 +462,12 @@ def _traced_value_and_grad(
         for root, one in enumerate(states)
     ]
     with torch.enable_grad():
-        result = loss_fn(handed[0] if single else type(state)(handed), *args, **kwargs)
-    loss, aux = _check_loss(result, has_aux)
-    given = [accumulate] if single or accumulate is None else list(accumulate)
-    grads = traced.gradients(
-        session, loss, given * len(states) if accumulate is None else given, is_last_microbatch=last
-    )
-    value = (loss.detach(), aux) if has_aux else loss.detach()
+        result = transform.loss_fn(handed[0] if single else type(state)(handed), *args, **kwargs)
+    loss, aux = _check_loss(result, transform.has_aux)
+    accumulate = transform.accumulate
+    given = [None] * len(states) if accumulate is None else [accumulate] if single else list(accumulate)
+    grads = traced.gradients(session, loss, given, is_last_microbatch=transform.is_last_microbatch)
+    value = (loss.detach(), aux) if transform.has_aux else loss.detach()
     return value, grads[0] if single else type(state)(grads)
 
 

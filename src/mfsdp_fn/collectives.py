@@ -169,16 +169,20 @@ def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending
     scale = local.dtype.itemsize // wire.dtype.itemsize
     widest = max(sizes)
     if all(size == widest for size in sizes):
-        if axis.size == 1 and local.device.type == "cpu" and not torch.compiler.is_compiling():
-            # Gloo's worker thread, done at once with one rank, races with the launch of a *coalesced* all-gather,
-            # which is what the functional op is there (heap corruption, torch 2.13). The out variant is not.
-            out = torch.empty_like(wire)
-            return Pending(_ops.all_gather_into_tensor_out(wire, 1, name, out=out), None, local.dtype)
-        return Pending(_ops.all_gather_into_tensor(wire, axis.size, name), None, local.dtype)
+        return Pending(_even_gather(wire, axis.size, name), None, local.dtype)
     padded = wire.new_zeros(widest * scale)
     padded.narrow(0, 0, wire.numel()).copy_(wire)
-    raw = _ops.all_gather_into_tensor(padded, axis.size, name)
+    raw = _even_gather(padded, axis.size, name)
     return Pending(raw, tuple(size * scale for size in sizes), local.dtype)
+
+
+def _even_gather(wire: torch.Tensor, size: int, name: str) -> torch.Tensor:
+    if wire.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Gloo runs the plain functional op as a *coalesced* all-gather, whose name its two worker threads write to
+        # one unguarded string when they finish together: rare heap corruption (seen with torch 2.13). The out
+        # variant is an ordinary all-gather there.
+        return _ops.all_gather_into_tensor_out(wire, size, name, out=wire.new_empty(wire.numel() * size))
+    return _ops.all_gather_into_tensor(wire, size, name)
 
 
 def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending:

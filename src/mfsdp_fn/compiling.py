@@ -1,20 +1,21 @@
-"""`compile`: a whole training step as one graph."""
+"""`compile`: a whole training step as one graph.
+
+Everything private that this needs of torch's compilers is imported where it is used: it is slow to import, and a user
+who doesn't compile should not pay for it.
+"""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch._dynamo.config
-import torch._functorch.config
-from functorch.compile import make_boxed_func
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.registry import lookup_backend
 
 from . import graph
+from .errors import MfsdpError, bad
 
 
 def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any) -> Callable[..., Any]:
@@ -33,6 +34,16 @@ def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any
     if step is None:
         return lambda fn: compile(fn, **torch_compile_options)
     options: dict[str, Any] = {"fullgraph": True, **torch_compile_options}
+    if options.get("mode") not in (None, "default"):
+        raise MfsdpError(
+            bad(
+                "mode",
+                repr(options["mode"]),
+                "no mode, or 'default'",
+                "pass Inductor settings as options={…}; for CUDA graphs capture the step in a torch.cuda.CUDAGraph",
+            )
+        )
+    options.pop("mode", None)
     backend = options.pop("backend", "inductor")
     inner_options: Mapping[str, Any] = options.pop("options", None) or {}
     compiled = torch.compile(step, backend=_backend(backend, inner_options), **options)
@@ -41,26 +52,49 @@ def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # inside a larger step that is being compiled
             return step(*args, **kwargs)
+        from torch._dynamo import config as dynamo_config
+        from torch._functorch import config as functorch_config
+
         # Recomputation is done here (graph.regather); the compiler's own would only warn about what it can't do.
         with (
-            torch._dynamo.config.patch(trace_autograd_ops=True),
-            torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
+            dynamo_config.patch(trace_autograd_ops=True),
+            functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
         ):
             return compiled(*args, **kwargs)
 
     return call
 
 
+# Inductor moves nodes to their users and to where memory peaks less; either undoes launching early.
+_KEEP_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+
+
 def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Dynamo's graph to ATen, our passes, then the user's backend."""
-    inner = lookup_backend(backend) if isinstance(backend, str) else backend
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.registry import lookup_backend
+
+    if backend == "inductor":
+        settings = {**_KEEP_ORDER, **options}
+
+        def inner(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            with warnings.catch_warnings():
+                # Importing it makes torch warn of its own use of torch.jit.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                from torch._inductor.compile_fx import compile_fx
+            return compile_fx(module, inputs, config_patches=settings)
+
+    else:
+        inner = lookup_backend(backend) if isinstance(backend, str) else backend
+        if options:
+            inner = functools.partial(inner, options=dict(options))
 
     def finish(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         graph.regather(module.graph)
         graph.schedule(module.graph)
         module.graph.lint()
         module.recompile()
-        result = inner(module, inputs, options=dict(options)) if options else inner(module, inputs)
-        return make_boxed_func(result)
+        return make_boxed_func(inner(module, inputs))
 
     return aot_autograd(fw_compiler=finish, keep_inference_input_mutations=True)

@@ -125,7 +125,7 @@ class Tape:
         self.now = 0
         self.entering: list[Record] = []  # what backward has yet to gather, and
         self.leaving: list[Record] = []  # has yet to reduce; both last first
-        self.holding: list[tuple[Record, Callable[[], bool]]] = []  # gathered for forward, and whether they are gone
+        self.holding: list[tuple[Record, weakref.ref[torch.Tensor]]] = []  # what forward gathered and may still hold
         self.region: object | None = None  # the checkpointed region in which a unit was used last, and
         self.region_records: list[Record] = []  # its units
         # Registration order, for "which unit comes next"; a recording replaces it.
@@ -226,7 +226,7 @@ class Tape:
         record.last = self.now
         if record.opened < 0:
             record.opened = record.last
-        self.holding = [(other, gone) for other, gone in self.holding if not gone()]
+        self.holding = [(other, held) for other, held in self.holding if held() is not None]
         for other, _ in self.holding:
             other.reach = self.now
 

@@ -117,7 +117,7 @@ class Session:
             held = group.grad_range
             slot = _Enter.apply(self.anchor, held.stop - held.start, group.dtypes.grad)
             self.slots[unit.root, number] = slot
-            again = bool(group.gathers) and unit.unit not in spec.kept_units
+            again = len(group.gathers) > 0 and unit.unit not in spec.kept_units  # Dynamo 2.11 has no bool(tuple)
             by_group[number] = _Unshard.apply(slot, local, group, again)
         return unit_values(spec, unit.unit, by_group)
 
