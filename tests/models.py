@@ -56,6 +56,15 @@ def bilinear(depth: int = 3, dtype: torch.dtype = torch.float64) -> Params:
     return trainable(params)
 
 
+def made(
+    preset: str = "zero3", *shape: int, depth: int = 3, params: Any = None, **options: Any
+) -> tuple[mf.ShardState, Params]:
+    """A sharded state of `params`, by default `bilinear`'s, and what it was made from."""
+    params = bilinear(depth) if params is None else params
+    options = {"units": BLOCKS, "precision": EXACT} | options
+    return mf.shard(params, mf.plan(params, mesh_of(*shape), PRESETS[preset](), **options)), params
+
+
 def block(p: Mapping[str, torch.Tensor], e: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Adds to `x` what is bilinear in `e` and the unit: backward needs the unit's weights."""
     return x + e @ p["w"].T + p["b"]

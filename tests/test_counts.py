@@ -11,7 +11,8 @@ import torch
 
 import mfsdp_fn as mf
 from counting import Counting
-from models import BLOCKS, EXACT, PRESETS, accumulated, batch_of, bilinear, block, mesh_of, sgd, sharded_loss
+from models import BLOCKS, PRESETS, accumulated, batch_of, bilinear, block, mesh_of, sgd, sharded_loss
+from models import made as made_with_params
 from pool import run_ranks
 
 MICROS, DEPTH = 3, 4
@@ -31,9 +32,7 @@ TABLE = {
 
 
 def made(preset: str, *shape: int, depth: int = DEPTH, **options: Any) -> mf.ShardState:
-    params = bilinear(depth)
-    options = {"units": BLOCKS, "precision": EXACT} | options
-    return mf.shard(params, mf.plan(params, mesh_of(*shape), PRESETS[preset](), **options))
+    return made_with_params(preset, *shape, depth=depth, **options)[0]
 
 
 def add(*counts: dict[str, int]) -> dict[str, int]:

@@ -132,14 +132,18 @@ def everything(reader: int) -> str:
         return pipe.read()
 
 
+def wait_for_first_step(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+
+
 @pytest.mark.parametrize("whom", ["parent", "group"])
 def test_ctrl_c_ends_all_ranks(tmp_path: Path, witness: tuple[int, int], whom: str) -> None:
     options = ("--small", "--steps", "100000", "--out", tmp_path)
     with start(witness, EXAMPLES / "train_gpt.py", *options) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 1/"):
-                break
+        wait_for_first_step(process)
         if whom == "parent":
             process.send_signal(signal.SIGINT)
         else:
@@ -151,10 +155,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path, witness: tuple[int, int], whom: s
 def test_ranks_end_when_their_parent_is_killed(tmp_path: Path, witness: tuple[int, int]) -> None:
     options = ("--small", "--steps", "100000", "--out", tmp_path)
     with start(witness, EXAMPLES / "train_gpt.py", *options) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 1/"):
-                break
+        wait_for_first_step(process)
         process.kill()
         process.wait(TIMEOUT)
         assert everything(witness[0]) == ""

@@ -50,7 +50,7 @@ def test_doctests_pass() -> None:
     assert not result.failed
 
 
-@pytest.mark.parametrize("name", ["layout.py", "layout_builder.py"])
+@pytest.mark.parametrize("name", ["ranges.py", "layout.py", "chunk_packing.py", "layout_builder.py"])
 def test_source_imports_no_torch_distributed(name: str) -> None:
     assert layout_module.__file__
     source = (pathlib.Path(layout_module.__file__).parent / name).read_text()

@@ -13,17 +13,13 @@ from torch.utils.checkpoint import checkpoint
 import mfsdp_fn as mf
 from counting import Counting
 from models import (
-    BLOCKS,
-    EXACT,
-    PRESETS,
     Batch,
     Params,
     accumulated,
     assert_equal,
     batch_of,
-    bilinear,
     block,
-    mesh_of,
+    made,
     plain_grads,
     sgd,
     sharded_loss,
@@ -31,13 +27,6 @@ from models import (
 from pool import run_ranks
 
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
-
-
-def made(preset: str, *shape: int, depth: int = 3, **options: Any) -> tuple[mf.ShardState, Params]:
-    params = bilinear(depth)
-    options = {"units": BLOCKS, "precision": EXACT} | options
-    return mf.shard(params, mf.plan(params, mesh_of(*shape), PRESETS[preset](), **options)), params
-
 
 # What a rank does with units 0, 1, 2, all gathered before any is used or each where it is: an order of use. Unequal
 # factors, so that swapped weights and swapped sums show.

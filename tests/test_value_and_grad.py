@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mfsdp_fn as mf
 from models import (
-    BLOCKS,
     EXACT,
     LR,
     PRESETS,
@@ -18,9 +17,9 @@ from models import (
     accumulated,
     assert_equal,
     batch_of,
-    bilinear,
     block,
     integers,
+    made,
     mesh_of,
     plain_grads,
     plain_loss,
@@ -30,12 +29,6 @@ from models import (
     trainable,
 )
 from pool import run_ranks
-
-
-def made(preset: str = "zero3", *shape: int, depth: int = 3, **options: Any) -> tuple[mf.ShardState, dict[str, Any]]:
-    params = bilinear(depth)
-    options = {"units": BLOCKS, "precision": EXACT} | options
-    return mf.shard(params, mf.plan(params, mesh_of(*shape), PRESETS[preset](), **options)), params
 
 
 def train(rank: int, world: int, preset: str, shape: tuple[int, ...], options: dict[str, Any], donate: bool) -> None:

@@ -10,18 +10,14 @@ import torch
 import mfsdp_fn as mf
 from counting import Counting
 from models import (
-    BLOCKS,
-    EXACT,
     LR,
-    PRESETS,
     Batch,
-    Params,
     assert_equal,
     batch_of,
     bilinear,
     block,
     integers,
-    mesh_of,
+    made,
     plain_grads,
     plain_loss,
     plain_training,
@@ -32,12 +28,6 @@ from models import (
 from pool import run_ranks
 
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
-
-
-def made(preset: str, *shape: int, params: Any = None, **options: Any) -> tuple[mf.ShardState, Params]:
-    params = bilinear(3) if params is None else params
-    options = {"units": BLOCKS, "precision": EXACT} | options
-    return mf.shard(params, mf.plan(params, mesh_of(*shape), PRESETS[preset](), **options)), params
 
 
 def stage(state: mf.ShardState, x: torch.Tensor, extra: dict[str, Any]) -> dict[str, Any]:

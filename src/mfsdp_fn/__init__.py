@@ -6,7 +6,9 @@ from .compiling import compile
 from .dtensor import to_dtensors
 from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, StateError
 from .gather_scatter import gather_to_owner, scatter_from_owner
-from .layout import GlobalLayout, Range
+from .grad_sync import finish_grad_sync, reduce, reduce_outer
+from .group import GroupSpec
+from .layout import GlobalLayout
 from .layout_builder import (
     build_for_row_atomic,
     build_for_row_atomic_unpadding,
@@ -14,12 +16,12 @@ from .layout_builder import (
     build_row_atomic_layout,
 )
 from .mesh import AbstractMesh
+from .model_weights import sync_model_weights
 from .module import functional_call, params_of
 from .owner_compute import owner_map
+from .owner_packing import OwnerGatherPlan, OwnerScatterPlan
 from .owner_planning import (
     GroupOwnerLayout,
-    OwnerGatherPlan,
-    OwnerScatterPlan,
     assign_owner_work,
     ns_cost_fn,
     owner_loads,
@@ -43,19 +45,12 @@ from .placement import (
 )
 from .plan import plan
 from .precision import MixedPrecisionPolicy
+from .ranges import Range
 from .runtime import ExecutionOrder, Phase, PrefetchOrder, RuntimePolicy
-from .spec import GroupSpec, LeafSpec, ShardSpec
+from .sharding import shard
+from .spec import LeafSpec, ShardSpec
 from .state import ShardState, Stage, UnitState, tree_map, zeros_like
-from .transforms import (
-    finish_grad_sync,
-    launch,
-    reduce,
-    reduce_outer,
-    shard,
-    sync_model_weights,
-    unshard,
-    wait,
-)
+from .unsharding import launch, unshard, wait
 
 __version__ = "0.1.0"
 

@@ -1,37 +1,25 @@
 """`value_and_grad` and `vjp` of functions of sharded states.
 
-Every unit that takes part enters autograd through one node (`_Enter`, fed by a 0-D anchor that requires grad: state
-buffers never do) and is used through others (`_Use`), one a call of `unshard`. A `_Use` packs the gradients of one
-use; when all of them have, autograd reaches the `_Enter`, and the unit is reduced, once.
-
-Private torch API here, each with a test that fails when it goes: `UntypedStorage._cdata` and
-`torch.multiprocessing.reductions.StorageWeakRef` (which gathered buffer does a saved view belong to),
-`torch._C._autograd._top_saved_tensors_default_hooks` (which units does one checkpoint compute again together).
+Private torch API here: `torch.utils._pytree`, whose nodes compile, checkpoint and vmap take apart.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks as torch_saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as torch_pytree
 
 from . import traced, tree
-from .errors import MfsdpError, StateError, bad
-from .gradients import GradientSink
-from .runtime import ExecutionOrder
-from .state import ShardState, Stage, UnitState, check_state, flatten_node, unflatten_node
-from .tape import Record, Slot, Tape, TapePhase
-from .transforms import unit_values, whole_views
+from .calls import Recordings, make_sinks, open_call
+from .errors import StateError, bad
+from .session import Saved, Session
+from .state import ShardState, UnitState, flatten_node, unflatten_node
 
 
 def register_torch_node(
@@ -51,315 +39,8 @@ for _cls in (ShardState, UnitState):
     register_torch_node(_cls, flatten_node, unflatten_node)
 
 
-class _Enter(torch.autograd.Function):
-    """Where a unit's gradients leave autograd, all uses done."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, session: _Session, record: Record) -> torch.Tensor:
-        ctx.session, ctx.record = session, record
-        return torch.empty_like(anchor)  # only the edge matters
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.session.tape.fire(ctx.record)
-        return grad, None, None
-
-
-class _Use(torch.autograd.Function):
-    """One use of a unit: gathered buffers to parameter views, and parameter gradients to the packed buffer."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, entry: torch.Tensor, session: _Session, record: Record, flats: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.session, ctx.record = session, record
-        ctx.set_materialize_grads(False)
-        per_group = [whole_views(group, flat) for group, flat in zip(record.groups, flats, strict=True)]
-        pairs = zip(record.groups, per_group, strict=True)
-        ctx.mark_non_differentiable(*(view for group, views in pairs if not group.requires_grad for view in views))
-        return tuple(view for views in per_group for view in views)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None, None]:
-        ctx.session.collect(ctx.record, grads)
-        return ctx.session.zero, None, None, None
-
-
-class _Saved:
-    """A view saved for backward: which buffer, its geometry in it, and how many uses of units there had been."""
-
-    __slots__ = ("dtype", "number", "offset", "position", "record", "shape", "slot", "stride")
-
-    def __init__(self, record: Record, slot: Slot, position: int, number: int, view: torch.Tensor) -> None:
-        self.record, self.slot, self.position, self.number = record, slot, position, number
-        self.dtype, self.shape, self.stride = view.dtype, view.shape, view.stride()
-        self.offset = view.storage_offset()
-
-
-class _Session:
-    """One call: the tape, the gradients' destination, and the hooks that remember less.
-
-    It is the `Gatherer` in the states that the user's function gets, so it travels with them: no context variable
-    (CUDA's backward thread would not see it) and no global.
-    """
-
-    def __init__(self, states: list[ShardState], recorded: ExecutionOrder | None) -> None:
-        self.sinks: list[GradientSink] = []
-        self.tape = Tape(states, self._reduce_unit, recorded)
-        device = states[0].spec.device
-        self.zero = torch.zeros((), device=device)
-        self.anchor = states[0].spec.anchor
-        # Gathered storages by address. The weak reference keeps an address from being used again.
-        self.storages: dict[int, tuple[StorageWeakRef, Record, int, list[bool]]] = {}
-        self.uses: list[tuple[Record, list[bool]]] = []
-
-    def _reduce_unit(self, key: tuple[int, str]) -> None:
-        self.sinks[key[0]].issue(key[1])
-
-    # The Gatherer
-
-    def launch(self, unit: UnitState) -> None:
-        self.tape.launch(self.tape.record_of(unit))
-
-    def gather(self, unit: UnitState) -> dict[int, torch.Tensor]:
-        record = self.tape.record_of(unit)
-        grad_enabled = torch.is_grad_enabled()
-        if not grad_enabled:
-            _refuse_reentrant_checkpoint()
-        flats = self.tape.take(record)
-        if grad_enabled and self.tape.phase is TapePhase.FORWARD:
-            self.tape.note_use(record, _checkpointed_region())
-            flats = self._watch(record, flats)
-        if grad_enabled and record.trainable:
-            if record.entry is None:
-                record.entry = _Enter.apply(self.anchor, self, record)
-            views = list(_Use.apply(record.entry, self, record, flats))
-        else:
-            views = [
-                view for group, flat in zip(record.groups, flats, strict=True) for view in whole_views(group, flat)
-            ]
-        by_group: dict[int, list[torch.Tensor]] = {}
-        for number, group in zip(record.numbers, record.groups, strict=True):
-            by_group[number], views = views[: len(group.views)], views[len(group.views) :]
-        return unit_values(record.unit.spec, record.unit.unit, by_group)
-
-    def _watch(self, record: Record, flats: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Recognise views of these buffers when they are saved for backward. Gives the buffers to take views of."""
-        if not record.gathered or record.kept:
-            return flats
-        saved, watched = [False], []
-        self.uses.append((record, saved))
-        for position, (group, flat) in enumerate(zip(record.groups, flats, strict=True)):
-            storage = flat.untyped_storage()
-            # Only the function's views refer to this alias (as their base), so that it tells whether the function
-            # holds any. The buffer doesn't: a backend's threads let go of it at a time of their own on each rank.
-            alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
-            watched.append(alias.set_(storage, flat.storage_offset(), flat.shape, flat.stride()))
-            if group.gathers and storage.nbytes():  # empty storages all look alike
-                self.storages[storage._cdata] = (StorageWeakRef(storage), record, position, saved)
-                self.tape.holding.append((record, weakref.ref(watched[-1])))
-        return watched
-
-    # The hooks
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        found = self.storages.get(tensor.untyped_storage()._cdata)
-        if found is None or self.tape.phase is not TapePhase.FORWARD:
-            return tensor
-        _, record, position, saved = found
-        saved[0] = True
-        assert record.slot is not None
-        return _Saved(record, record.slot, position, self.tape.now, tensor.detach())
-
-    def unpack(self, saved: Any) -> torch.Tensor:
-        if not isinstance(saved, _Saved):
-            return saved
-        if self.tape.phase is TapePhase.CLOSED:
-            raise StateError(
-                bad(
-                    "loss_fn",
-                    "a backward through its graph after the call had ended",
-                    "a graph used inside the call",
-                    "return what you need as aux, or use vjp",
-                )
-            )
-        flat = self.tape.weights(saved.record, saved.slot, saved.number, saved.position)
-        if flat.dtype != saved.dtype:
-            flat = flat.view(saved.dtype)
-        return flat.as_strided(saved.shape, saved.stride, saved.offset)
-
-    # Backward
-
-    def collect(self, record: Record, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Pack the gradients of one use."""
-        if self.tape.phase is not TapePhase.BACKWARD:
-            raise StateError(
-                bad(
-                    "loss_fn",
-                    "a backward through unshard inside it",
-                    "a function that returns its loss",
-                    "differentiate with value_and_grad or vjp; inside, only with respect to activations",
-                )
-            )
-        start = 0
-        for number, group in zip(record.numbers, record.groups, strict=True):
-            mine = grads[start : start + len(group.views)]
-            start += len(group.views)
-            if group.requires_grad:
-                self.sinks[record.key[0]].collect(number, dict(enumerate(mine)))
-
-    def backward(
-        self, outputs: list[torch.Tensor], cotangents: list[torch.Tensor | None], inputs: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor | None], ExecutionOrder]:
-        """Run autograd and the rest of the walk; gradients of `inputs`."""
-        for record, saved in self.uses:
-            record.bare |= not saved[0]
-        self.storages.clear()
-        pairs = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
-        try:
-            self.tape.begin_backward()
-            found: list[torch.Tensor | None] = [None] * len(inputs)
-            if pairs:
-                _, *found = torch.autograd.grad(
-                    [out for out, _ in pairs],
-                    [self.anchor, *inputs],
-                    [ct for _, ct in pairs],
-                    allow_unused=True,
-                )
-            return found, self.tape.finish()
-        except RuntimeError as error:
-            if "use_reentrant" in str(error):
-                raise _reentrant_error() from error
-            raise
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Wait for everything launched; nothing more can be done with this call."""
-        self.tape.close()
-        for sink in self.sinks:
-            sink.drain()
-        self.sinks = []
-        self.storages.clear()
-        self.uses.clear()
-
-
-def _reentrant_error() -> MfsdpError:
-    return StateError(
-        bad(
-            "loss_fn",
-            "torch.utils.checkpoint.checkpoint(…, use_reentrant=True)",
-            "use_reentrant=False",
-            "pass use_reentrant=False: the reentrant kind can't run under autograd.grad",
-        )
-    )
-
-
-def _refuse_reentrant_checkpoint() -> None:
-    """Reentrant checkpointing runs forward without grad, which by itself is legitimate: so look who calls."""
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_filename.endswith("checkpoint.py") and "torch" in code.co_filename:
-            raise _reentrant_error()
-        frame = frame.f_back
-
-
-def _checkpointed_region() -> object | None:
-    """What identifies the non-reentrant checkpoint that forward is in; None outside one."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
-    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
-        return None
-    return hooks[0]
-
-
-def _split(state: Any, argument: str) -> tuple[list[ShardState], tree.Template]:
-    """The ShardStates of a pytree of them."""
-    states, paths, template = tree.flatten(state, is_leaf=lambda node: isinstance(node, ShardState))
-    for leaf, path in zip(states, paths, strict=True):
-        check_state(leaf, ".".join((argument, *path)))
-    if not states:
-        raise StateError(bad(argument, "no state", "a ShardState, or a pytree of them", "pass shard(params, spec)"))
-    return states, template
-
-
 def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-class _Recordings:
-    """The sequence of units that a transformed function saw first, by the digests of its states."""
-
-    def __init__(self) -> None:
-        self.orders: dict[tuple[str, ...], ExecutionOrder] = {}
-
-    def get(self, states: list[ShardState]) -> ExecutionOrder | None:
-        return self.orders.get(tuple(state.spec.digest() for state in states))
-
-    def put(self, states: list[ShardState], order: ExecutionOrder) -> None:
-        self.orders.setdefault(tuple(state.spec.digest() for state in states), order)
-
-
-def _open(state: Any, recordings: _Recordings) -> tuple[_Session, list[ShardState], tree.Template, Any]:
-    """A session for `state`, and the state that the user's function is called with."""
-    states, template = _split(state, "state")
-    for one in states:
-        if one.stage is not Stage.FINAL:
-            raise StateError(bad("state", "accumulating gradients", "weights", "pass the state of weights first"))
-        if one.gatherer is not None:
-            raise StateError(
-                bad(
-                    "state",
-                    "a state that another value_and_grad is using",
-                    "a state of its own",
-                    "don't nest value_and_grad over one state",
-                )
-            )
-        if one.spec.runtime != states[0].spec.runtime:
-            raise StateError(
-                bad(
-                    "state",
-                    "states with different RuntimePolicy",
-                    "one policy",
-                    "plan them with the same runtime=",
-                )
-            )
-    recorded = recordings.get(states)
-    session = _Session(states, recorded)
-    handed = [
-        ShardState(main=one.main, compute=one.compute, spec=one.spec, root=root, gatherer=session, origin=one)
-        for root, one in enumerate(states)
-    ]
-    return session, states, template, tree.build(template, handed)
-
-
-def _make_sinks(
-    states: list[ShardState],
-    template: tree.Template,
-    accumulate: Any,
-    *,
-    is_last_microbatch: bool,
-    donate: bool,
-) -> list[GradientSink]:
-    given: list[ShardState | None] = [None] * len(states)
-    if accumulate is not None:
-        found, _ = _split(accumulate, "accumulate")
-        if len(found) != len(states):
-            raise StateError(
-                bad(
-                    "accumulate",
-                    f"{len(found)} states",
-                    f"{len(states)}, as `state`",
-                    "pass the last call's gradients",
-                )
-            )
-        given = list(found)
-    return [
-        GradientSink(one, total, is_last_microbatch=is_last_microbatch, donate=donate)
-        for one, total in zip(states, given, strict=True)
-    ]
 
 
 def value_and_grad(
@@ -405,7 +86,7 @@ def value_and_grad(
     >>> loss.item(), grads.main[0]
     (5.0, tensor([2., 4.]))
     """
-    return ValueAndGrad(loss_fn, has_aux, is_last_microbatch, accumulate, donate, _Recordings())
+    return ValueAndGrad(loss_fn, has_aux, is_last_microbatch, accumulate, donate, Recordings())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -417,7 +98,7 @@ class ValueAndGrad:
     is_last_microbatch: bool
     accumulate: Any
     donate: bool
-    recordings: _Recordings
+    recordings: Recordings
 
     def with_options(
         self, *, is_last_microbatch: bool = True, accumulate: Any = None, donate: bool = False
@@ -429,8 +110,8 @@ class ValueAndGrad:
         """``(loss, grads)``, or ``((loss, aux), grads)``."""
         if torch.compiler.is_compiling():
             return _traced_value_and_grad(self, state, args, kwargs)
-        session, states, template, handed = _open(state, self.recordings)
-        sinks = _make_sinks(
+        session, states, template, handed = open_call(state, self.recordings)
+        sinks = make_sinks(
             states, template, self.accumulate, is_last_microbatch=self.is_last_microbatch, donate=self.donate
         )
         session.sinks = sinks
@@ -510,8 +191,8 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
     Raises:
         StateError: as `value_and_grad`; a pullback called twice.
     """
-    recordings = _Recordings()
-    session, states, template, handed = _open(state, recordings)
+    recordings = Recordings()
+    session, states, template, handed = open_call(state, recordings)
     inputs: list[torch.Tensor] = []
 
     def enter(value: Any) -> Any:
@@ -520,7 +201,8 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         inputs.append(value.detach().requires_grad_())
         return inputs[-1]
 
-    entered = optree.tree_map(enter, args, none_is_leaf=True)
+    given: Any = args  # optree's annotations know no tuple of anything
+    entered: Any = optree.tree_map(enter, given, none_is_leaf=True)
     try:
         with torch.enable_grad(), torch_saved_tensors_hooks(session.pack, session.unpack):
             out = fn(handed, *entered)
@@ -537,7 +219,7 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         nonlocal used, leaves
         if used:
             raise StateError(bad("pullback", "a second call", "one call", "call vjp again for another backward"))
-        sinks = _make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
+        sinks = make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
         session.sinks = sinks
         cotangents = tree.flatten_like(out_template, cotangent, "cotangent")
         used = True
@@ -547,9 +229,9 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         found, _ = session.backward([o for o, _ in pairs], [ct for _, ct in pairs], inputs)
         grads = tree.build(template, [sink.finish() for sink in sinks])
         rest = iter(found)
-        input_grads = optree.tree_map(
+        input_grads: Any = optree.tree_map(
             lambda value: next(rest) if isinstance(value, torch.Tensor) and value.is_floating_point() else None,
-            args,
+            given,
             none_is_leaf=True,
         )
         return grads, input_grads
@@ -572,7 +254,7 @@ def saved_tensors_hooks(state: Any, hooks: torch_saved_tensors_hooks) -> Iterato
         StateError: `state` is not one that `value_and_grad` or `vjp` handed out.
     """
     session = getattr(state, "gatherer", None)
-    if not isinstance(session, _Session):
+    if not isinstance(session, Session):
         raise StateError(
             bad(
                 "state",
@@ -584,10 +266,10 @@ def saved_tensors_hooks(state: Any, hooks: torch_saved_tensors_hooks) -> Iterato
 
     def pack(tensor: torch.Tensor) -> Any:
         packed = session.pack(tensor)
-        return packed if isinstance(packed, _Saved) else (hooks.pack_hook(packed),)
+        return packed if isinstance(packed, Saved) else (hooks.pack_hook(packed),)
 
     def unpack(saved: Any) -> torch.Tensor:
-        return session.unpack(saved) if isinstance(saved, _Saved) else hooks.unpack_hook(saved[0])
+        return session.unpack(saved) if isinstance(saved, Saved) else hooks.unpack_hook(saved[0])
 
     with torch_saved_tensors_hooks(pack, unpack):
         yield

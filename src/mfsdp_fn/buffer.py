@@ -9,8 +9,9 @@ import torch
 
 from . import collectives
 from .collectives import Axis
-from .layout import GlobalLayout, Range
+from .layout import GlobalLayout
 from .placement import Placement, sharded_axes
+from .ranges import Range
 
 
 def _coarse(layout: GlobalLayout, order: tuple[int, ...], axes: Sequence[Axis]) -> GlobalLayout:

@@ -1,4 +1,6 @@
-"""The only file that talks to `torch.distributed`, and (with `autodiff.py`) to private torch API.
+"""The only file that talks to `torch.distributed`.
+
+With `session.py`, `autodiff.py` and the compiled path it is also the only one that uses private torch API.
 
 Collectives are asynchronous functional ops (``torch.ops._c10d_functional``: private, but what
 `torch.distributed._functional_collectives` and every compiler pass are built on): a launch returns a tensor
@@ -306,7 +308,10 @@ def copy_many(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tens
     `torch._foreach_copy_` is private; there is no public fused form of many copies.
     """
     if destinations:
-        torch._foreach_copy_(list(destinations), list(sources))
+        # Pyright takes underscored names of a typed package for private, which this one is: see above.
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            list(destinations), list(sources)
+        )
 
 
 def add_many(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

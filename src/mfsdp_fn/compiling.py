@@ -71,19 +71,23 @@ _KEEP_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 
 def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Dynamo's graph to ATen, our passes, then the user's backend."""
-    from functorch.compile import make_boxed_func
+    # Public, but the module re-exports it without an `__all__`.
+    from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import lookup_backend
 
+    inner: Callable[..., Any]
     if backend == "inductor":
         settings = {**_KEEP_ORDER, **options}
 
-        def inner(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        def inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
             with warnings.catch_warnings():
                 # Importing it makes torch warn of its own use of torch.jit.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 from torch._inductor.compile_fx import compile_fx
             return compile_fx(module, inputs, config_patches=settings)
+
+        inner = inductor
 
     else:
         inner = lookup_backend(backend) if isinstance(backend, str) else backend

@@ -10,8 +10,8 @@ from torch.distributed.tensor.placement_types import Placement as TensorPlacemen
 from .buffer import launch_gather
 from .collectives import Axis
 from .errors import StateError, bad
+from .group import GroupSpec
 from .placement import sharded_axes
-from .spec import GroupSpec
 from .state import ShardState, Stage, check_state
 
 

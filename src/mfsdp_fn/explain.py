@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .spec import GroupSpec, ShardSpec
+    from .group import GroupSpec
+    from .spec import ShardSpec
 
 ALIGNMENT = 16  # bytes: what a vector load or a matrix kernel wants a matrix to start at
 

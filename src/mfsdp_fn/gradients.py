@@ -9,7 +9,7 @@ import torch
 
 from . import reduction
 from .errors import StateError, bad
-from .spec import GroupSpec
+from .group import GroupSpec
 from .state import NOTHING, ShardState, Stage, check_state
 from .state import donate as mark_donated
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -113,8 +114,8 @@ def _copy_for(graph: fx.Graph, users: list[fx.Node], nodes: list[fx.Node], *, be
             copies[node] = graph.node_copy(node, copied)
             copies[node].meta["custom"] = {**(node.meta.get("custom") or {}), "phase": "backward"}
     for user in users:
-        user.args = fx.node.map_arg(user.args, copied)
-        user.kwargs = fx.node.map_arg(user.kwargs, copied)
+        user.args = map_arg(user.args, copied)
+        user.kwargs = map_arg(user.kwargs, copied)
 
 
 def schedule(graph: fx.Graph) -> None:

@@ -19,8 +19,8 @@ from torch import nn
 from .errors import StateError, bad
 from .spec import ShardSpec
 from .state import ShardState, check_state
-from .transforms import gather_values
 from .units import split
+from .unsharding import gather_values
 
 
 def params_of(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -131,8 +131,9 @@ class _Run:
         """Point what refers to the original modules at their skeletons."""
         if isinstance(value, nn.Module):
             return self.skeletons.get(id(value), value)
-        if isinstance(value, types.MethodType) and id(value.__self__) in self.skeletons:
-            return types.MethodType(value.__func__, self.skeletons[id(value.__self__)])
+        if isinstance(value, types.MethodType):
+            known = id(value.__self__) in self.skeletons
+            return types.MethodType(value.__func__, self.skeletons[id(value.__self__)]) if known else value
         if depth and type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):
             return type(value)(self._swap(item, depth - 1) for item in value)
         if depth and type(value) is dict and any(isinstance(item, nn.Module) for item in value.values()):

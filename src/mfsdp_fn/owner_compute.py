@@ -12,9 +12,9 @@ import torch
 
 from . import collectives
 from .errors import StateError, bad
-from .gather_scatter import PendingGather, PendingScatter, Route, launch_gather, launch_scatter, route_of
+from .group import GroupSpec
+from .owner_exchange import PendingGather, PendingScatter, Route, launch_gather, launch_scatter, route_of
 from .owner_layout import GroupOwnerLayout
-from .spec import GroupSpec
 from .state import ShardState, Stage, check_state, with_main
 
 WholeFn = Callable[[torch.Tensor], torch.Tensor]

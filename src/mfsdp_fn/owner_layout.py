@@ -12,10 +12,11 @@ import torch
 from . import collectives
 from .collectives import Mesh
 from .errors import PlanError, bad
-from .layout import GlobalLayout, Range
+from .group import GroupSpec
+from .layout import GlobalLayout
 from .owner_balance import CostFn, greedy, select_ge_2d_params, works_of
 from .placement import sharded_axes
-from .spec import GroupSpec
+from .ranges import Range
 
 EligibleFn = Callable[[torch.Tensor], bool]
 

@@ -11,25 +11,17 @@ from typing import Any
 
 import torch
 
-from . import collectives, layout_builder, tree
+from . import collectives, tree
 from . import units as units_module
-from .collectives import Axis, Mesh
+from .agreement import agree, description
+from .collectives import Mesh
 from .errors import PlanError, bad
-from .explain import ALIGNMENT
-from .layout import GlobalLayout
+from .grouping import make_groups
 from .mesh import AbstractMesh, check_abstract_mesh
-from .placement import (
-    BlockAtomic,
-    Placements,
-    ShardLayout,
-    TensorAtomic,
-    check_placements,
-    sharded_axes,
-    with_block_size,
-)
-from .precision import GroupDtypes, MixedPrecisionPolicy, check_precision
+from .placement import Placements, ShardLayout, check_placements, with_block_size
+from .precision import MixedPrecisionPolicy, check_precision
 from .runtime import RuntimePolicy, check_runtime
-from .spec import GroupSpec, LeafSpec, ShardSpec
+from .spec import LeafSpec, ShardSpec
 
 
 def plan(
@@ -101,7 +93,7 @@ def plan(
         )
     except Exception as error:  # whatever it is: other ranks must not wait for this one
         failure = error  # told to the other ranks first: they are about to compare digests
-    _agree(mesh, spec, failure)
+    agree(mesh, spec, failure)
     assert spec is not None
     axes = collectives.axes_of(mesh, separate_reductions=runtime.overlap_allgather_reduction)
     groups = tuple(dataclasses.replace(group, axes=axes) for group in spec.groups)
@@ -156,7 +148,7 @@ def _plan_alone(
     tensors, paths, template = tree.flatten(params, namespace)
     tree.check_paths(paths)
     leaves = _leaves(tensors, paths, patterns)
-    leaves, groups = _groups(
+    leaves, groups = make_groups(
         tensors,
         leaves,
         mesh,
@@ -192,7 +184,7 @@ def _plan_alone(
     if tree.is_mixed(template):
         for unit in order:
             _check_unit_is_one_subtree(unit, leaves, template)
-    lines = _description(leaves, groups, mesh, runtime)
+    lines = description(leaves, groups, mesh, runtime)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return ShardSpec(
         leaves=leaves,
@@ -243,200 +235,3 @@ def _check_unit_is_one_subtree(unit: str, leaves: Sequence[LeafSpec], template: 
                 "nest the dicts, or flatten them",
             )
         )
-
-
-def tie_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are one memory seen the same way: tied parameters."""
-    if tensor.device.type == "meta" or not tensor.numel():
-        return (id(tensor),)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _groups(
-    tensors: Sequence[torch.Tensor],
-    leaves: tuple[LeafSpec, ...],
-    mesh: Mesh,
-    placements: Placements,
-    precision: MixedPrecisionPolicy,
-    shard_layout: ShardLayout | None,
-    owners: Mapping[str, int] | None,
-    grad_scale: float,
-    store_compute: bool,
-) -> tuple[tuple[LeafSpec, ...], tuple[GroupSpec, ...]]:
-    """Group the leaves by (unit, dtype, requires_grad); tied leaves share one tensor."""
-    first_of: dict[tuple[Any, ...], int] = {}
-    members: dict[tuple[str, torch.dtype, bool], list[int]] = {}
-    tied_to: list[int] = []
-    for number, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True)):
-        first = first_of.setdefault(tie_key(tensor), number)
-        tied_to.append(first)
-        if first != number:
-            _check_tie(leaves[first], leaf)
-            continue
-        members.setdefault((leaf.unit, leaf.dtype, leaf.requires_grad), []).append(number)
-    axes = tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
-    groups: list[GroupSpec] = []
-    slot: dict[int, tuple[int, int]] = {}
-    for (unit, dtype, requires_grad), numbers in members.items():
-        dtypes = precision.resolve(dtype, requires_grad=requires_grad)
-        ordered = _aligned_order(numbers, leaves, dtypes)
-        shapes = [leaves[number].shape for number in ordered]
-        paths = tuple(leaves[number].path for number in ordered)
-        kind = f"{str(dtype).removeprefix('torch.')}{'' if requires_grad else ' frozen'}"
-        groups.append(
-            GroupSpec(
-                name=f"{unit or '(root)'} {kind}",
-                unit=unit,
-                number=len(groups),
-                dtype=dtype,
-                requires_grad=requires_grad,
-                paths=paths,
-                layout=_layout(shapes, paths, placements, axes, shard_layout, owners),
-                placements=placements,
-                dtypes=dtypes,
-                grad_scale=grad_scale,
-                store_compute=store_compute,
-                mesh=mesh,
-                axes=axes,
-            )
-        )
-        slot.update((number, (len(groups) - 1, index)) for index, number in enumerate(ordered))
-    _check_owners(owners, groups, placements)
-    placed = tuple(
-        dataclasses.replace(leaf, group=slot[first][0], index=slot[first][1])
-        for leaf, first in zip(leaves, tied_to, strict=True)
-    )
-    return placed, tuple(groups)
-
-
-def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
-    if first.unit != second.unit:
-        raise PlanError(
-            bad(
-                "params",
-                f"one tensor at {first.path!r} (unit {first.unit!r}) and {second.path!r} (unit {second.unit!r})",
-                "tied tensors in one unit",
-                "choose unit patterns that put both in the same unit, or in the root",
-            )
-        )
-    if first.requires_grad != second.requires_grad:
-        raise PlanError(
-            bad(
-                "params",
-                f"one memory at {first.path!r} and {second.path!r}, of which one requires grad",
-                "tied tensors that agree about requires_grad",
-                "tie the tensor itself, or copy it",
-            )
-        )
-
-
-def _aligned_order(numbers: Sequence[int], leaves: tuple[LeafSpec, ...], dtypes: GroupDtypes) -> list[int]:
-    """Tensors that keep the next one on a 16-byte boundary first, odd-sized ones last, otherwise in order."""
-    size = min(dtypes.compute.itemsize, dtypes.main.itemsize)
-    return sorted(numbers, key=lambda number: leaves[number].shape.numel() * size % ALIGNMENT != 0)
-
-
-def _layout(
-    shapes: Sequence[torch.Size],
-    paths: Sequence[str],
-    placements: Placements,
-    axes: Sequence[Axis],
-    shard_layout: ShardLayout | None,
-    owners: Mapping[str, int] | None,
-) -> GlobalLayout:
-    """The layout of one group over all the shards that its finest placement makes."""
-    order = sharded_axes(placements.optimizer)
-    shards = math.prod(axes[axis].size for axis in order)
-    kinds = {type(placements.optimizer[axis]) for axis in order}
-    if TensorAtomic in kinds:
-        missing = [path for path in paths if path not in (owners or {})]
-        if missing:
-            raise PlanError(
-                bad(
-                    "owners",
-                    f"no owner for {missing[0]!r} (and {len(missing) - 1} more)",
-                    f"a shard in [0, {shards}) for every path",
-                    "add it to owners",
-                )
-            )
-        assert owners is not None
-        return layout_builder.build_for_tensor_atomic(shapes, shards, tensor_owners=[owners[path] for path in paths])
-    blocks = {p.block_size if isinstance(p, BlockAtomic) else 1 for p in placements.optimizer if p.is_sharded}
-    block_size = math.lcm(*blocks) if blocks else 1
-    padded = layout_builder.build_row_atomic_layout(
-        shapes, shards, block_size=block_size, shard_layout=shard_layout or ShardLayout.PADDED
-    )
-    if shard_layout is not None:
-        return padded
-    ragged = layout_builder.build_row_atomic_layout(
-        shapes, shards, block_size=block_size, shard_layout=ShardLayout.UNPADDED
-    )
-    widest = max(r.stop - r.start for r in map(ragged.rank_range, range(shards)))
-    # Ragged segments cost a copy on backends without an uneven gather: worth it where padding exceeds 1 part in 32.
-    return ragged if widest * shards * 33 < padded.size * 32 else padded
-
-
-def _check_owners(owners: Mapping[str, int] | None, groups: Sequence[GroupSpec], placements: Placements) -> None:
-    if owners is None:
-        return
-    if not any(isinstance(p, TensorAtomic) for p in placements.optimizer):
-        raise PlanError(
-            bad(
-                "owners",
-                "owners",
-                "None without a TensorAtomic placement",
-                "shard with TensorAtomic(), or use plan_owners for owner compute on row shards",
-            )
-        )
-    known = {path for group in groups for path in group.paths}
-    unknown = [path for path in owners if path not in known]
-    if unknown:
-        raise PlanError(bad("owners", repr(unknown[0]), "paths of planned tensors", "see spec.leaves for the paths"))
-
-
-def _description(
-    leaves: Sequence[LeafSpec], groups: Sequence[GroupSpec], mesh: Mesh, runtime: RuntimePolicy
-) -> list[str]:
-    """What ranks must agree on, a line a fact, leaves first."""
-    lines = [
-        f"leaf {leaf.path!r}: {tuple(leaf.shape)} {leaf.dtype} requires_grad={leaf.requires_grad} unit={leaf.unit!r} "
-        f"group={leaf.group} index={leaf.index}"
-        for leaf in leaves
-    ]
-    for group in groups:
-        numbers = hashlib.sha256(repr((group.layout.tensor_to_offset, group.layout.rank_to_offset)).encode())
-        lines.append(
-            f"group {group.name!r}: size={group.layout.size} layout={numbers.hexdigest()[:16]} "
-            f"{group.placements} {group.dtypes} grad_scale={group.grad_scale}"
-        )
-    lines.append(f"mesh {tuple(mesh.size(axis) for axis in range(mesh.ndim))} {mesh.mesh_dim_names}")
-    lines.append(f"runtime {runtime}")
-    return lines
-
-
-def _agree(mesh: Mesh, spec: ShardSpec | None, failure: Exception | None) -> None:
-    """Raise on every rank if a rank failed to plan or planned something else."""
-    mine = spec.digest() if spec is not None else f"error: {failure}"
-    digests = collectives.exchange_objects(mesh, mine)
-    if failure is not None:
-        raise failure
-    failed = [(rank, text) for rank, text in enumerate(digests) if text.startswith("error: ")]
-    if failed:
-        rank, text = failed[0]
-        raise PlanError(f"`params` could not be planned on rank {rank} of the mesh: {text.removeprefix('error: ')}")
-    if all(digest == digests[0] for digest in digests):
-        return
-    assert spec is not None
-    described = collectives.exchange_objects(mesh, _description(spec.leaves, spec.groups, spec.mesh, spec.runtime))
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    first, second = described[0], described[other]
-    line = next((i for i in range(max(len(first), len(second))) if first[i : i + 1] != second[i : i + 1]), 0)
-    said = [lines[line] if line < len(lines) else "nothing more" for lines in (first, second)]
-    raise PlanError(
-        bad(
-            "params",
-            f"a plan that differs between ranks: rank 0 of the mesh has «{said[0]}», rank {other} has «{said[1]}»",
-            "the same tree, in the same order, and the same options on every rank",
-            "build the model the same way everywhere",
-        )
-    )

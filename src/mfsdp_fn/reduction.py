@@ -14,7 +14,7 @@ import torch
 
 from . import collectives
 from .buffer import Move
-from .spec import GroupSpec
+from .group import GroupSpec
 
 
 def scales_first(group: GroupSpec) -> bool:

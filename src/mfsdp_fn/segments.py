@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 
-from .spec import GroupSpec, ShardSpec
+from .group import GroupSpec
+from .spec import ShardSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 import optree
 import torch
+from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE
 
 from .errors import DonatedError, StateError, bad
+from .group import GroupSpec
 from .placement import Placement
-from .spec import GroupSpec, ShardSpec
+from .spec import ShardSpec
 
 
 class Stage(enum.Enum):
@@ -116,12 +118,15 @@ def unflatten_node(cls: type, static: tuple[Any, ...], children: Any) -> Any:
 
 def register_optree_node(cls: type) -> None:
     """Make a state class a node of optree in every namespace."""
-    optree.register_pytree_node(
-        cls,
-        lambda node: (*flatten_node(node), _CHILDREN),
-        lambda static, children: unflatten_node(cls, static, children),
-        namespace=optree.registry.__GLOBAL_NAMESPACE,
-    )
+
+    def flatten(node: Any) -> tuple[Any, ...]:
+        return *flatten_node(node), _CHILDREN
+
+    def unflatten(static: Any, children: Any) -> Any:
+        return unflatten_node(cls, static, children)
+
+    node_class: Any = cls  # optree's annotations want a collection
+    optree.register_pytree_node(node_class, flatten, unflatten, namespace=EVERYWHERE)
 
 
 for _cls in (ShardState, UnitState):

@@ -11,8 +11,9 @@ import torch
 
 from . import tree
 from .collectives import copy_many
+from .group import GroupSpec
 from .layout import GlobalLayout
-from .spec import GroupSpec, ShardSpec
+from .spec import ShardSpec
 from .state import ShardState, with_main
 
 

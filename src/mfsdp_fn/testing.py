@@ -20,7 +20,9 @@ def single_rank() -> Iterator[DeviceMesh]:
     1
     """
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
+        # Public and documented, but imported by torch.distributed without being in an `__all__`.
+        store = dist.FileStore(str(Path(folder) / "store"), 1)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         finally:

@@ -6,7 +6,7 @@ does to the graph: gathers are annotated here, and so is all of the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ import torch.fx.traceback
 
 from . import collectives, reduction
 from .graph import REGATHER
-from .spec import GroupSpec, ShardSpec
+from .group import GroupSpec
+from .model_weights import weights_of
+from .spec import ShardSpec
 from .state import ShardState, Stage, UnitState
-from .transforms import unit_values, weights_of
+from .unsharding import unit_values
 
 _BACKWARD = {"phase": "backward"}
 
@@ -33,7 +35,10 @@ class _Enter(torch.autograd.Function):
         return anchor.new_empty(size, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+    # The base takes any number of gradients; this node has one output.
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[None, None, None]:
         return None, None, None
 
 
@@ -143,7 +148,7 @@ def gradients(
 def _finish(
     spec: ShardSpec,
     root: int,
-    by_key: dict[tuple[int, int], torch.Tensor | None],
+    by_key: Mapping[tuple[int, int], torch.Tensor | None],
     given: ShardState | None,
     *,
     last: bool,

@@ -53,7 +53,8 @@ def _one_level(tree: Any, namespace: str) -> Node | None:
     children, metadata, entries, unflatten = optree.tree_flatten_one_level(tree, namespace=namespace)
     if optree.is_namedtuple(tree):
         entries = type(tree)._fields  # optree says 0, 1, …
-    return Node(type(tree), tuple(entries), tuple(children), lambda values: unflatten(metadata, list(values)))
+    raw: tuple[Any, ...] = tuple(children)
+    return Node(type(tree), tuple(entries), raw, lambda values: unflatten(metadata, list(values)))
 
 
 def components(entry: Any) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from ..errors import MfsdpError, bad
 from ..spec import ShardSpec
 from ..state import ShardState, with_main, zeros_like
-from .base import Optimizer, check_step, check_weights, finish, register_opt_state, writable
+from .base import Optimizer, check_step, check_weights, count_up, finish, register_opt_state, writable
 from .options import (
     LearningRate,
     Overrides,
@@ -100,7 +100,7 @@ class _AdamW:
                 )
         moments = with_main(opt_state.exp_avg, tuple(exp_avg)), with_main(opt_state.exp_avg_sq, tuple(exp_avg_sq))
         state = finish("adamw", state, main, grads, opt_state.exp_avg, opt_state.exp_avg_sq, donate=donate)
-        return state, AdamWState(opt_state.step + 1, *moments, opt_state.spec, opt_state.parts)
+        return state, AdamWState(count_up(opt_state.step, donate=donate), *moments, opt_state.spec, opt_state.parts)
 
 
 def _check(argument: str, option: str, value: Any) -> None:

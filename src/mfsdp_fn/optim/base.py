@@ -12,10 +12,10 @@ from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE
 
 from ..autodiff import register_torch_node
 from ..errors import StateError, bad
+from ..model_weights import sync_model_weights
 from ..spec import ShardSpec
 from ..state import ShardState, Stage, check_state
 from ..state import donate as mark_donated
-from ..transforms import sync_model_weights
 
 T = TypeVar("T")
 
@@ -163,3 +163,8 @@ def finish(name: str, state: ShardState, main: list[torch.Tensor], *used: ShardS
     if donate:
         mark_donated(name, state, *used)
     return synced
+
+
+def count_up(step: torch.Tensor, *, donate: bool) -> torch.Tensor:
+    """The step counter plus one; donated, it is the same tensor, so that a captured CUDA graph counts too."""
+    return step.add_(1) if donate else step + 1

@@ -12,7 +12,7 @@ from ..errors import MfsdpError, StateError, bad
 from ..owner_compute import in_batches, map_owned, one_by_one
 from ..spec import ShardSpec
 from ..state import ShardState, check_alive, check_state, zeros_like
-from .base import Optimizer, check_finished, check_spec, check_weights, finish, register_opt_state, writable
+from .base import Optimizer, check_finished, check_spec, check_weights, count_up, finish, register_opt_state, writable
 from .muon_plan import MuonPlan, Split, muon_plan
 from .newton_schulz import Coefficients, compiled, gram_newton_schulz, newton_schulz
 from .options import LearningRate, check_learning_rate, check_number, learning_rate
@@ -108,7 +108,7 @@ class _Muon:
                 others.put(stepped.main, main)
         buffer = plan.mine.state(state, momentum)
         state = finish("muon", state, main, grads, opt_state.momentum_buffer, donate=donate)
-        return state, MuonState(opt_state.step + 1, buffer, fallback, opt_state.spec, plan)
+        return state, MuonState(count_up(opt_state.step, donate=donate), buffer, fallback, opt_state.spec, plan)
 
     def _updates(self, plan: MuonPlan, grads: ShardState, momentum: list[torch.Tensor]) -> list[torch.Tensor]:
         """New momentum, in place; and what is to be orthogonalised, in bfloat16 as Newton-Schulz reads it."""

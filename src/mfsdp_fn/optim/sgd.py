@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd as torch_sgd
 from ..errors import MfsdpError, StateError, bad
 from ..spec import ShardSpec
 from ..state import ShardState, with_main, zeros_like
-from .base import Optimizer, check_step, check_weights, finish, register_opt_state, writable
+from .base import Optimizer, check_step, check_weights, count_up, finish, register_opt_state, writable
 from .options import (
     LearningRate,
     Overrides,
@@ -110,7 +110,7 @@ class _SGD:
             None if opt_state.momentum is None or momentum is None else with_main(opt_state.momentum, tuple(momentum))
         )
         state = finish("sgd", state, main, grads, *used, donate=donate)
-        return state, SGDState(opt_state.step + 1, next_momentum, opt_state.spec, opt_state.parts)
+        return state, SGDState(count_up(opt_state.step, donate=donate), next_momentum, opt_state.spec, opt_state.parts)
 
 
 def _check_nesterov(options: dict[str, Any]) -> None:

@@ -1,0 +1,61 @@
+"""Whether all ranks planned the same: what they compare, and what they are told if not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from . import collectives
+from .collectives import Mesh
+from .errors import PlanError, bad
+from .group import GroupSpec
+from .runtime import RuntimePolicy
+from .spec import LeafSpec, ShardSpec
+
+
+def description(
+    leaves: Sequence[LeafSpec], groups: Sequence[GroupSpec], mesh: Mesh, runtime: RuntimePolicy
+) -> list[str]:
+    """What ranks must agree on, a line a fact, leaves first."""
+    lines = [
+        f"leaf {leaf.path!r}: {tuple(leaf.shape)} {leaf.dtype} requires_grad={leaf.requires_grad} unit={leaf.unit!r} "
+        f"group={leaf.group} index={leaf.index}"
+        for leaf in leaves
+    ]
+    for group in groups:
+        numbers = hashlib.sha256(repr((group.layout.tensor_to_offset, group.layout.rank_to_offset)).encode())
+        lines.append(
+            f"group {group.name!r}: size={group.layout.size} layout={numbers.hexdigest()[:16]} "
+            f"{group.placements} {group.dtypes} grad_scale={group.grad_scale}"
+        )
+    lines.append(f"mesh {tuple(mesh.size(axis) for axis in range(mesh.ndim))} {mesh.mesh_dim_names}")
+    lines.append(f"runtime {runtime}")
+    return lines
+
+
+def agree(mesh: Mesh, spec: ShardSpec | None, failure: Exception | None) -> None:
+    """Raise on every rank if a rank failed to plan or planned something else."""
+    mine = spec.digest() if spec is not None else f"error: {failure}"
+    digests = collectives.exchange_objects(mesh, mine)
+    if failure is not None:
+        raise failure
+    failed = [(rank, text) for rank, text in enumerate(digests) if text.startswith("error: ")]
+    if failed:
+        rank, text = failed[0]
+        raise PlanError(f"`params` could not be planned on rank {rank} of the mesh: {text.removeprefix('error: ')}")
+    if all(digest == digests[0] for digest in digests):
+        return
+    assert spec is not None
+    described = collectives.exchange_objects(mesh, description(spec.leaves, spec.groups, spec.mesh, spec.runtime))
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    first, second = described[0], described[other]
+    line = next((i for i in range(max(len(first), len(second))) if first[i : i + 1] != second[i : i + 1]), 0)
+    said = [lines[line] if line < len(lines) else "nothing more" for lines in (first, second)]
+    raise PlanError(
+        bad(
+            "params",
+            f"a plan that differs between ranks: rank 0 of the mesh has «{said[0]}», rank {other} has «{said[1]}»",
+            "the same tree, in the same order, and the same options on every rank",
+            "build the model the same way everywhere",
+        )
+    )

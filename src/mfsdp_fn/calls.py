@@ -1,0 +1,102 @@
+"""What every call of a transformed function begins with: its states checked, a session, gradients' destinations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import tree
+from .errors import StateError, bad
+from .gradients import GradientSink
+from .runtime import ExecutionOrder
+from .session import Session
+from .state import ShardState, Stage, check_state
+
+
+def _split(state: Any, argument: str) -> tuple[list[ShardState], tree.Template]:
+    """The ShardStates of a pytree of them."""
+    states, paths, template = tree.flatten(state, is_leaf=lambda node: isinstance(node, ShardState))
+    for leaf, path in zip(states, paths, strict=True):
+        check_state(leaf, ".".join((argument, *path)))
+    if not states:
+        raise StateError(bad(argument, "no state", "a ShardState, or a pytree of them", "pass shard(params, spec)"))
+    return states, template
+
+
+class Recordings:
+    """The sequence of units that a transformed function saw first, by the digests of its states."""
+
+    def __init__(self) -> None:
+        self.orders: dict[tuple[str, ...], ExecutionOrder] = {}
+
+    def get(self, states: list[ShardState]) -> ExecutionOrder | None:
+        """What was recorded for these states; None before the first call has ended."""
+        return self.orders.get(tuple(state.spec.digest() for state in states))
+
+    def put(self, states: list[ShardState], order: ExecutionOrder) -> None:
+        """Record an order, unless there is one."""
+        self.orders.setdefault(tuple(state.spec.digest() for state in states), order)
+
+
+def open_call(state: Any, recordings: Recordings) -> tuple[Session, list[ShardState], tree.Template, Any]:
+    """A session for `state`, and the state that the user's function is called with."""
+    states, template = _split(state, "state")
+    for one in states:
+        if one.stage is not Stage.FINAL:
+            raise StateError(bad("state", "accumulating gradients", "weights", "pass the state of weights first"))
+        if one.gatherer is not None:
+            raise StateError(
+                bad(
+                    "state",
+                    "a state that another value_and_grad is using",
+                    "a state of its own",
+                    "don't nest value_and_grad over one state",
+                )
+            )
+        if one.spec.runtime != states[0].spec.runtime:
+            raise StateError(
+                bad(
+                    "state",
+                    "states with different RuntimePolicy",
+                    "one policy",
+                    "plan them with the same runtime=",
+                )
+            )
+    recorded = recordings.get(states)
+    session = Session(states, recorded)
+    handed = [
+        ShardState(main=one.main, compute=one.compute, spec=one.spec, root=root, gatherer=session, origin=one)
+        for root, one in enumerate(states)
+    ]
+    return session, states, template, tree.build(template, handed)
+
+
+def make_sinks(
+    states: list[ShardState],
+    template: tree.Template,
+    accumulate: Any,
+    *,
+    is_last_microbatch: bool,
+    donate: bool,
+) -> list[GradientSink]:
+    """One destination a state for its gradients, each with what it adds to.
+
+    Raises:
+        StateError: `accumulate` is not as many states as there are, or one doesn't fit.
+    """
+    given: list[ShardState | None] = [None] * len(states)
+    if accumulate is not None:
+        found, _ = _split(accumulate, "accumulate")
+        if len(found) != len(states):
+            raise StateError(
+                bad(
+                    "accumulate",
+                    f"{len(found)} states",
+                    f"{len(states)}, as `state`",
+                    "pass the last call's gradients",
+                )
+            )
+        given = list(found)
+    return [
+        GradientSink(one, total, is_last_microbatch=is_last_microbatch, donate=donate)
+        for one, total in zip(states, given, strict=True)
+    ]

@@ -1,0 +1,223 @@
+"""The packed exchange with owners: what moves, and its two directions as launch and wait.
+
+One ``all_to_all_single`` with split sizes for any set of groups. Only tensors that more than one rank holds travel,
+and of them only the parts that aren't the owner's own. The wire is bytes, so groups of several dtypes share an
+exchange and a rank that holds nothing needs no dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from . import collectives
+from .errors import StateError, bad
+from .owner_layout import GroupOwnerLayout
+from .owner_packing import flat_fulls, flat_shards
+
+Tensors = Mapping[int, torch.Tensor]
+
+
+Place = tuple[int, int]  # (number of the group in the exchange, tensor index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """What one gather over some groups moves; a scatter moves it back.
+
+    `mine` are this rank's shards of tensors that others own, `theirs` the others' parts (with their place in the
+    flattened tensor) of tensors that this rank owns; both ordered by peer, group, tensor, as the wire is.
+    """
+
+    mine: tuple[tuple[int, Place, int], ...]  # (peer, place, elements)
+    theirs: tuple[tuple[int, Place, int, int], ...]  # (peer, place, start, elements)
+    moves: bool
+    peers: collectives.Peers
+
+
+@functools.lru_cache(maxsize=256)
+def route_of(layouts: tuple[GroupOwnerLayout, ...]) -> Route:
+    """Computed once for a set of layouts, from integers alone: every rank finds the same `moves`."""
+    first = layouts[0]
+    for layout in layouts:
+        if layout.ranks != first.ranks:
+            raise StateError(
+                bad(
+                    "owner_layout",
+                    f"groups over ranks {first.ranks} and {layout.ranks}",
+                    "groups that the same ranks share, in the same order",
+                    "make one call for each set of ranks",
+                )
+            )
+    order = {rank: number for number, rank in enumerate(first.peers.group_order)}
+    mine, theirs = [], []
+    for number, layout in enumerate(layouts):
+        for index, piece in layout.mine.items():
+            owner = layout.tensor_to_owner[index]
+            if owner != layout.this_rank:
+                mine.append((order[owner], (number, index), piece.size))
+        for index in layout.owned:
+            for piece in layout.pieces[index]:
+                if piece.rank != layout.this_rank:
+                    theirs.append((order[piece.rank], (number, index), piece.start, piece.size))
+    moves = any(layout.traffic() for layout in layouts)
+    return Route(tuple(sorted(mine)), tuple(sorted(theirs)), moves, first.peers)
+
+
+def _launch(
+    parts: Sequence[torch.Tensor],
+    wires: Sequence[torch.dtype],
+    send: Sequence[tuple[int, int]],
+    receive: Sequence[tuple[int, int]],
+    route: Route,
+    device: torch.device,
+) -> collectives.Pending | None:
+    """Launch the exchange of flat parts, ordered by peer; `send` and `receive` are (peer, bytes)."""
+    if not route.moves:
+        return None
+    sizes = [[0] * len(route.peers.group_order) for _ in range(2)]
+    for row, pairs in zip(sizes, (send, receive), strict=True):
+        for peer, nbytes in pairs:
+            row[peer] += nbytes
+    if not parts:
+        wire = torch.empty(0, dtype=torch.uint8, device=device)
+    elif len({part.dtype for part in parts}) == 1 and len(set(wires)) == 1:
+        wire = torch.cat(tuple(parts)).to(wires[0]).view(torch.uint8)
+    else:
+        wire = torch.cat([part.to(dtype).view(torch.uint8) for part, dtype in zip(parts, wires, strict=True)])
+    return collectives.all_to_all(wire, sizes[1], sizes[0], route.peers)
+
+
+def _cut(wire: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """The received bytes as flat tensors of (elements, dtype), in the order of the wire."""
+    parts, start = [], 0
+    for numel, dtype in sizes:
+        part = wire.narrow(0, start, numel * dtype.itemsize)
+        # Behind a narrower dtype a part may start off its own alignment.
+        parts.append((part if start % dtype.itemsize == 0 else part.clone()).view(dtype))
+        start += numel * dtype.itemsize
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingGather:
+    """A launched `gather_to_owner`; `wait` gives the full tensors by place."""
+
+    layouts: tuple[GroupOwnerLayout, ...]
+    shards: tuple[dict[int, torch.Tensor], ...]
+    wires: tuple[torch.dtype, ...]
+    route: Route
+    pending: collectives.Pending | None
+
+    def wait(self, out: Sequence[Tensors] | None = None) -> dict[Place, torch.Tensor]:
+        """Full tensors, in `out` where given; one that is held whole is a view of its shard otherwise."""
+        received: dict[tuple[Place, int], torch.Tensor] = {}
+        if self.pending is not None:
+            theirs = self.route.theirs
+            parts = _cut(self.pending.wait(), [(size, self.wires[place[0]]) for _, place, _, size in theirs])
+            received = {(place, start): part for (_, place, start, _), part in zip(theirs, parts, strict=True)}
+        fulls = {}
+        for number, layout in enumerate(self.layouts):
+            own, me = self.shards[number], layout.this_rank
+            for index in layout.owned:
+                place, pieces = (number, index), layout.pieces[index]
+                parts = [own[index] if piece.rank == me else received[place, piece.start] for piece in pieces]
+                if out is not None:
+                    fulls[place] = out[number][index]
+                    flat = fulls[place].view(-1)
+                    collectives.copy_many([flat.narrow(0, piece.start, piece.size) for piece in pieces], parts)
+                elif not parts:
+                    shape, device = layout.layout.tensor_shapes[index], collectives.device_of(layout.mesh)
+                    fulls[place] = torch.empty(shape, dtype=layout.dtype, device=device)
+                else:
+                    parts = [part.to(own[index].dtype) for part in parts]
+                    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+                    fulls[place] = flat.view(layout.layout.tensor_shapes[index])
+        return fulls
+
+
+def launch_gather(
+    layouts: tuple[GroupOwnerLayout, ...], shards: Sequence[Tensors], wire_dtype: torch.dtype | None, route: Route
+) -> PendingGather:
+    """Launch the gather of several groups; see `gather_to_owner`. `route` is ``route_of(layouts)``."""
+    flat = tuple(flat_shards(layout, mine, "shards") for layout, mine in zip(layouts, shards, strict=True))
+    wires = tuple(wire_dtype or next((s.dtype for s in mine.values()), torch.uint8) for mine in flat)
+    parts = [flat[number][index] for _, (number, index), _ in route.mine]
+    going = [wires[number] for _, (number, _), _ in route.mine]
+    send = [(peer, size * wires[place[0]].itemsize) for peer, place, size in route.mine]
+    receive = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
+    device = collectives.device_of(layouts[0].mesh)
+    return PendingGather(layouts, flat, wires, route, _launch(parts, going, send, receive, route, device))
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingScatter:
+    """A launched `scatter_from_owner`; `wait` gives this rank's flat shards by place."""
+
+    layouts: tuple[GroupOwnerLayout, ...]
+    fulls: tuple[dict[int, torch.Tensor], ...]
+    dtypes: tuple[torch.dtype, ...]
+    wires: tuple[torch.dtype, ...]
+    route: Route
+    pending: collectives.Pending | None
+
+    def wait(self) -> dict[Place, torch.Tensor]:
+        """Flat shards: views of the full results, or of what was received, in the wire's dtype."""
+        found: dict[Place, torch.Tensor] = {}
+        if self.pending is not None:
+            mine = self.route.mine
+            parts = _cut(self.pending.wait(), [(size, self.wires[place[0]]) for _, place, size in mine])
+            found = {place: part for (_, place, _), part in zip(mine, parts, strict=True)}
+        for number, layout in enumerate(self.layouts):
+            for index, full in self.fulls[number].items():
+                piece = layout.mine[index]
+                found[number, index] = full.narrow(0, piece.start, piece.size)
+        return found
+
+
+def launch_scatter(
+    layouts: tuple[GroupOwnerLayout, ...],
+    fulls: Sequence[Tensors],
+    wire_dtype: torch.dtype | None,
+    dtypes: Sequence[torch.dtype | None],
+    route: Route,
+) -> PendingScatter:
+    """Launch the scatter of several groups; see `scatter_from_owner`. `dtypes` are those of `out`, where given."""
+    flat = tuple(flat_fulls(layout, mine, "fulls") for layout, mine in zip(layouts, fulls, strict=True))
+    known = [
+        given or layout.dtype or next((full.dtype for full in mine.values()), torch.get_default_dtype())
+        for layout, mine, given in zip(layouts, flat, dtypes, strict=True)
+    ]
+    wires = tuple(wire_dtype or dtype for dtype in known)
+    if wire_dtype is None:
+        for layout, mine, given in zip(layouts, flat, dtypes, strict=True):
+            _check_told(layout, mine, given)
+    parts = [flat[number][index].narrow(0, start, size) for _, (number, index), start, size in route.theirs]
+    going = [wires[number] for _, (number, _), _, _ in route.theirs]
+    send = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
+    receive = [(peer, size * wires[place[0]].itemsize) for peer, place, size in route.mine]
+    device = collectives.device_of(layouts[0].mesh)
+    return PendingScatter(
+        layouts, flat, tuple(known), wires, route, _launch(parts, going, send, receive, route, device)
+    )
+
+
+def _check_told(layout: GroupOwnerLayout, fulls: Tensors, given: torch.dtype | None) -> None:
+    """Refuse a dtype that a receiver without tensors of its own could not know."""
+    if given is not None or layout.dtype is not None:
+        return
+    owners = set(layout.tensor_to_owner.values())
+    strangers = [rank for _, rank in ((o, h) for h, o in layout.traffic()) if rank not in owners]
+    dtype = next((full.dtype for full in fulls.values()), torch.get_default_dtype())
+    if strangers and dtype != torch.get_default_dtype():
+        raise StateError(
+            bad(
+                "fulls",
+                f"{dtype} results for rank {strangers[0]}, which owns nothing and can't tell",
+                "a dtype that every receiver knows",
+                "pass `wire_dtype` or `out`, or give GroupOwnerLayout its `dtype` (from_group and plan_owners do)",
+            )
+        )

@@ -1,0 +1,266 @@
+"""One call of a transformed function: how it enters autograd, what it saves for backward, and its backward.
+
+Every unit that takes part enters autograd through one node (`_Enter`, fed by a 0-D anchor that requires grad: state
+buffers never do) and is used through others (`_Use`), one a call of `unshard`. A `_Use` packs the gradients of one
+use; when all of them have, autograd reaches the `_Enter`, and the unit is reduced, once.
+
+Private torch API here, each with a test that fails when it goes: `UntypedStorage._cdata` and
+`torch.multiprocessing.reductions.StorageWeakRef` (which gathered buffer does a saved view belong to),
+`torch._C._autograd._top_saved_tensors_default_hooks` (which units does one checkpoint compute again together).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .errors import MfsdpError, StateError, bad
+from .gradients import GradientSink
+from .runtime import ExecutionOrder
+from .state import ShardState, UnitState
+from .tape import Tape, TapePhase
+from .tape_record import Record, Slot
+from .unsharding import unit_values, whole_views
+
+
+class _Enter(torch.autograd.Function):
+    """Where a unit's gradients leave autograd, all uses done."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, session: Session, record: Record) -> torch.Tensor:
+        ctx.session, ctx.record = session, record
+        return torch.empty_like(anchor)  # only the edge matters
+
+    @staticmethod
+    @once_differentiable
+    # The base takes any number of gradients; this node has one output, and `once_differentiable` names nothing.
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        ctx.session.tape.fire(ctx.record)
+        return grad, None, None
+
+
+class _Use(torch.autograd.Function):
+    """One use of a unit: gathered buffers to parameter views, and parameter gradients to the packed buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, entry: torch.Tensor, session: Session, record: Record, flats: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.session, ctx.record = session, record
+        ctx.set_materialize_grads(False)
+        per_group = [whole_views(group, flat) for group, flat in zip(record.groups, flats, strict=True)]
+        pairs = zip(record.groups, per_group, strict=True)
+        ctx.mark_non_differentiable(*(view for group, views in pairs if not group.requires_grad for view in views))
+        return tuple(view for views in per_group for view in views)
+
+    @staticmethod
+    @once_differentiable
+    # `once_differentiable` is annotated so that `ctx` loses its name.
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None, None, None]:
+        ctx.session.collect(ctx.record, grads)
+        return ctx.session.zero, None, None, None
+
+
+class Saved:
+    """A view saved for backward: which buffer, its geometry in it, and how many uses of units there had been."""
+
+    __slots__ = ("dtype", "number", "offset", "position", "record", "shape", "slot", "stride")
+
+    def __init__(self, record: Record, slot: Slot, position: int, number: int, view: torch.Tensor) -> None:
+        self.record, self.slot, self.position, self.number = record, slot, position, number
+        self.dtype, self.shape, self.stride = view.dtype, view.shape, view.stride()
+        self.offset = view.storage_offset()
+
+
+class Session:
+    """One call: the tape, the gradients' destination, and the hooks that remember less.
+
+    It is the `Gatherer` in the states that the user's function gets, so it travels with them: no context variable
+    (CUDA's backward thread would not see it) and no global.
+    """
+
+    def __init__(self, states: list[ShardState], recorded: ExecutionOrder | None) -> None:
+        self.sinks: list[GradientSink] = []
+        self.tape = Tape(states, self._reduce_unit, recorded)
+        device = states[0].spec.device
+        self.zero = torch.zeros((), device=device)
+        self.anchor = states[0].spec.anchor
+        # Gathered storages by address. The weak reference keeps an address from being used again.
+        self.storages: dict[int, tuple[StorageWeakRef, Record, int, list[bool]]] = {}
+        self.uses: list[tuple[Record, list[bool]]] = []
+
+    def _reduce_unit(self, key: tuple[int, str]) -> None:
+        self.sinks[key[0]].issue(key[1])
+
+    # The Gatherer
+
+    def launch(self, unit: UnitState) -> None:
+        """Launch a unit's gathers ahead of its use."""
+        self.tape.launch(self.tape.record_of(unit))
+
+    def gather(self, unit: UnitState) -> dict[int, torch.Tensor]:
+        """One use of a unit: its parameters by leaf number."""
+        record = self.tape.record_of(unit)
+        grad_enabled = torch.is_grad_enabled()
+        if not grad_enabled:
+            _refuse_reentrant_checkpoint()
+        flats = self.tape.take(record)
+        if grad_enabled and self.tape.phase is TapePhase.FORWARD:
+            self.tape.note_use(record, _checkpointed_region())
+            flats = self._watch(record, flats)
+        if grad_enabled and record.trainable:
+            if record.entry is None:
+                record.entry = _Enter.apply(self.anchor, self, record)
+            views = list(_Use.apply(record.entry, self, record, flats))
+        else:
+            views = [
+                view for group, flat in zip(record.groups, flats, strict=True) for view in whole_views(group, flat)
+            ]
+        by_group: dict[int, list[torch.Tensor]] = {}
+        for number, group in zip(record.numbers, record.groups, strict=True):
+            by_group[number], views = views[: len(group.views)], views[len(group.views) :]
+        return unit_values(record.unit.spec, record.unit.unit, by_group)
+
+    def _watch(self, record: Record, flats: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Recognise views of these buffers when they are saved for backward. Gives the buffers to take views of."""
+        if not record.gathered or record.kept:
+            return flats
+        saved, watched = [False], []
+        self.uses.append((record, saved))
+        for position, (group, flat) in enumerate(zip(record.groups, flats, strict=True)):
+            storage = flat.untyped_storage()
+            # Only the function's views refer to this alias (as their base), so that it tells whether the function
+            # holds any. The buffer doesn't: a backend's threads let go of it at a time of their own on each rank.
+            alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
+            watched.append(alias.set_(storage, flat.storage_offset(), flat.shape, flat.stride()))
+            if group.gathers and storage.nbytes():  # empty storages all look alike
+                self.storages[storage._cdata] = (StorageWeakRef(storage), record, position, saved)
+                self.tape.holding.append((record, weakref.ref(watched[-1])))
+        return watched
+
+    # The hooks
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What is saved instead of `tensor`: of a gathered weight a `Saved`, of anything else itself."""
+        found = self.storages.get(tensor.untyped_storage()._cdata)
+        if found is None or self.tape.phase is not TapePhase.FORWARD:
+            return tensor
+        _, record, position, saved = found
+        saved[0] = True
+        assert record.slot is not None
+        return Saved(record, record.slot, position, self.tape.now, tensor.detach())
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """The tensor again, its weights gathered again.
+
+        Raises:
+            StateError: the call has ended.
+        """
+        if not isinstance(saved, Saved):
+            return saved
+        if self.tape.phase is TapePhase.CLOSED:
+            raise StateError(
+                bad(
+                    "loss_fn",
+                    "a backward through its graph after the call had ended",
+                    "a graph used inside the call",
+                    "return what you need as aux, or use vjp",
+                )
+            )
+        flat = self.tape.weights(saved.record, saved.slot, saved.number, saved.position)
+        if flat.dtype != saved.dtype:
+            flat = flat.view(saved.dtype)
+        return flat.as_strided(saved.shape, saved.stride, saved.offset)
+
+    # Backward
+
+    def collect(self, record: Record, grads: tuple[torch.Tensor | None, ...]) -> None:
+        """Pack the gradients of one use."""
+        if self.tape.phase is not TapePhase.BACKWARD:
+            raise StateError(
+                bad(
+                    "loss_fn",
+                    "a backward through unshard inside it",
+                    "a function that returns its loss",
+                    "differentiate with value_and_grad or vjp; inside, only with respect to activations",
+                )
+            )
+        start = 0
+        for number, group in zip(record.numbers, record.groups, strict=True):
+            mine = grads[start : start + len(group.views)]
+            start += len(group.views)
+            if group.requires_grad:
+                self.sinks[record.key[0]].collect(number, dict(enumerate(mine)))
+
+    def backward(
+        self, outputs: list[torch.Tensor], cotangents: list[torch.Tensor | None], inputs: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor | None], ExecutionOrder]:
+        """Run autograd and the rest of the walk; gradients of `inputs`."""
+        for record, saved in self.uses:
+            record.bare |= not saved[0]
+        self.storages.clear()
+        pairs = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
+        try:
+            self.tape.begin_backward()
+            found: tuple[torch.Tensor | None, ...] = (None,) * (1 + len(inputs))
+            if pairs:
+                found = torch.autograd.grad(
+                    [out for out, _ in pairs],
+                    [self.anchor, *inputs],
+                    [ct for _, ct in pairs],
+                    allow_unused=True,
+                )
+            return list(found[1:]), self.tape.finish()
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                raise _reentrant_error() from error
+            raise
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Wait for everything launched; nothing more can be done with this call."""
+        self.tape.close()
+        for sink in self.sinks:
+            sink.drain()
+        self.sinks = []
+        self.storages.clear()
+        self.uses.clear()
+
+
+def _reentrant_error() -> MfsdpError:
+    return StateError(
+        bad(
+            "loss_fn",
+            "torch.utils.checkpoint.checkpoint(…, use_reentrant=True)",
+            "use_reentrant=False",
+            "pass use_reentrant=False: the reentrant kind can't run under autograd.grad",
+        )
+    )
+
+
+def _refuse_reentrant_checkpoint() -> None:
+    """Reentrant checkpointing runs forward without grad, which by itself is legitimate: so look who calls."""
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_filename.endswith("checkpoint.py") and "torch" in code.co_filename:
+            raise _reentrant_error()
+        frame = frame.f_back
+
+
+def _checkpointed_region() -> object | None:
+    """What identifies the non-reentrant checkpoint that forward is in; None outside one."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+        return None
+    return hooks[0]

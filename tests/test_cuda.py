@@ -1,0 +1,206 @@
+"""The same on GPUs over NCCL: one process a GPU, started for each test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import start_processes
+
+import mfsdp_fn as mf
+from models import (
+    EXACT,
+    PRESETS,
+    accumulated,
+    assert_equal,
+    batch_of,
+    bilinear,
+    plain_training,
+    sgd,
+    sharded_loss,
+)
+
+pytestmark = pytest.mark.cuda
+
+
+def entry(rank: int, world: int, store: str, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=world, device_id=torch.device("cuda", rank)
+    )
+    fn(rank, world, *args)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def on_gpus(tmp_path: Any, world: int, fn: Callable[..., None], *args: Any) -> None:
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    start_processes(entry, (world, str(tmp_path / "store"), fn, args), nprocs=world, start_method="spawn")
+
+
+GPUS = [pytest.param(1), pytest.param(2, marks=pytest.mark.cuda(gpus=2))]
+
+
+def mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cuda", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+def on_device(batch: Any) -> Any:
+    return tuple(tensor.cuda() for tensor in batch)
+
+
+def planned(preset: str, *shape: int, **options: Any) -> tuple[mf.ShardState, dict[str, torch.Tensor]]:
+    params = bilinear()
+    options = {"units": ("blocks.*",), "precision": EXACT} | options
+    return mf.shard(params, mf.plan(params, mesh(*shape), PRESETS[preset](), **options)), params
+
+
+def train(rank: int, world: int, delays: bool) -> None:
+    shapes = [((world,), p) for p in ("ddp", "zero1", "zero2", "zero3")]
+    shapes += [(shape, p) for shape in {(world, 1), (1, world)} for p in ("hsdp", "hfsdp")]
+    for shape, preset in shapes:
+        for layout in ("padded", "unpadded"):
+            state, params = planned(preset, *shape, shard_layout=layout)
+            context = delayed(rank) if delays else contextlib.nullcontext()
+            with context:
+                for step in range(3):
+                    batches = [on_device(batch_of(step, micro, rank)) for micro in range(2)]
+                    state = sgd(state, accumulated(sharded_loss, state, batches, float(world)))
+                got = {name: value.cpu() for name, value in mf.unshard(state).items()}
+            assert_equal(got, plain_training(params, world, steps=3, micros=2), (shape, preset, layout))
+
+
+@contextlib.contextmanager
+def delayed(rank: int) -> Any:
+    """Busy work of random length enqueued before every collective, a different one on each rank."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    generator = torch.Generator().manual_seed(rank)
+    busy = torch.ones(256, 256, device="cuda")
+
+    class Delay(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "c10d" in str(func):
+                for _ in range(int(torch.randint(0, 30, (), generator=generator))):
+                    torch.mm(busy, busy)
+            return func(*args, **(kwargs or {}))
+
+    with Delay():
+        yield
+
+
+@pytest.mark.parametrize("world", GPUS)
+@pytest.mark.parametrize("delays", [False, True])
+def test_training_equals_the_unsharded_model(tmp_path: Any, world: int, delays: bool) -> None:
+    on_gpus(tmp_path, world, train, delays)
+
+
+def train_compiled(rank: int, world: int) -> None:
+    for preset in ("zero3", "zero2", "ddp"):
+        torch._dynamo.reset()
+        state, params = planned(preset, world)
+        opt = mf.optim.sgd(lr=2.0**-4)
+
+        def step(state: Any, opt_state: Any, batch: Any, opt: Any = opt) -> Any:
+            _, grads = mf.value_and_grad(sharded_loss)(state, batch, float(world))
+            return opt.step(grads, opt_state, state, donate=True)
+
+        compiled, opt_state = mf.compile(step), opt.init(state)
+        for number in range(3):
+            state, opt_state = compiled(state, opt_state, on_device(batch_of(number, 0, rank)))
+        got = {name: value.cpu() for name, value in mf.unshard(state).items()}
+        assert_equal(got, plain_training(params, world, steps=3, micros=1), preset)
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_a_compiled_step_equals_the_unsharded_model(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, train_compiled)
+
+
+def capture(rank: int, world: int) -> None:
+    for preset in ("zero3", "zero1", "ddp"):
+        state, params = planned(preset, world)
+        opt = mf.optim.sgd(lr=2.0**-4)
+        opt_state = opt.init(state)
+        batch = on_device(batch_of(0, 0, rank))
+
+        def step(state: Any, opt_state: Any, batch: Any, opt: Any = opt) -> Any:
+            _, grads = mf.value_and_grad(sharded_loss)(state, batch, float(world))
+            return opt.step(grads, opt_state, state, donate=True)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # step 0 warms up
+            state, opt_state = step(state, opt_state, batch)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            state, opt_state = step(state, opt_state, batch)
+        for number in range(1, 4):
+            for static, fresh in zip(batch, on_device(batch_of(number, 0, rank)), strict=True):
+                static.copy_(fresh)
+            graph.replay()
+        got = {name: value.cpu() for name, value in mf.unshard(state).items()}
+        assert_equal(got, plain_training(params, world, steps=4, micros=1), preset)
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_a_captured_step_replays_to_the_same(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, capture)
+
+
+def exchange(rank: int, world: int) -> None:
+    state, _ = planned("zero3", world)
+    owners = mf.plan_owners(state.spec)
+    doubled = mf.owner_map(lambda full: full * 2)(state, owners)
+    got = mf.unshard(mf.sync_model_weights(doubled))
+    for path, value in mf.unshard(state).items():
+        assert torch.equal(got[path], value * 2 if value.dim() >= 2 else value), path
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_owner_exchange(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, exchange)
+
+
+def memory(rank: int, world: int) -> None:
+    params = {f"blocks.{i}.w": torch.randn(512, 512, requires_grad=True) for i in range(8)}
+    spec = mf.plan(params, mesh(world), mf.zero3(), units=("blocks.*",))
+    state, x = mf.shard(params, spec), torch.randn(64, 512, device="cuda")
+
+    def loss(state: mf.ShardState) -> torch.Tensor:
+        h = x
+        for name in spec.units_matching("blocks.*"):
+            h = torch.tanh(h @ mf.unshard(state[name])["w"])
+        return h.square().mean()
+
+    value_and_grad = mf.value_and_grad(loss)
+    for _ in range(3):
+        value_and_grad(state)
+    torch.cuda.synchronize()
+    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(100):
+        value_and_grad(state)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() == reserved
+    assert torch.cuda.memory_allocated() == allocated
+    unit = 512 * 512 * 4
+    activations = 3 * 8 * x.numel() * 4
+    # Gradients, two gathered units, one packed input, one result on its way, one unit's gradients as autograd has them.
+    assert torch.cuda.max_memory_allocated() - allocated <= 8 * unit // world + 5 * unit + activations
+    before = torch.cuda.memory_allocated()
+    held = sum(main.numel() * 4 for main in state.main)
+    del state
+    assert torch.cuda.memory_allocated() <= before - held
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_memory_is_flat_and_given_back(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, memory)
