@@ -96,13 +96,13 @@ def main() -> None:
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
-    copy = [torch.zeros_like(main) for main in grads.main]
-    measure(
-        "copy of the gradients (part of step above)",
-        lambda: [old.copy_(new) for old, new in zip(copy, grads.main, strict=True)],
-        None,
-    )
-    del grads, copy
+    scratch = mf.zeros_like(grads)
+
+    def copy() -> None:
+        for old, new in zip(scratch.main, grads.main, strict=True):
+            old.copy_(new)
+
+    measure("copy of the gradients (part of step above)", copy, None)
     parameters = [torch.nn.Parameter(m) for m in matrices]
     for p in parameters:
         p.grad = torch.randn_like(p)
