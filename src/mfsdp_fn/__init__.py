@@ -50,7 +50,7 @@ from .runtime import ExecutionOrder, Phase, PrefetchOrder, RuntimePolicy
 from .sharding import shard
 from .spec import LeafSpec, ShardSpec
 from .state import ShardState, Stage, UnitState, tree_map, zeros_like
-from .unsharding import launch, unshard, wait
+from .unsharding import Pending, launch, unshard, wait
 
 __version__ = "0.1.0"
 
@@ -70,6 +70,7 @@ __all__ = [
     "OwnerGatherPlan",
     "OwnerScatterPlan",
     "Partial",
+    "Pending",
     "Phase",
     "Placements",
     "PlanError",

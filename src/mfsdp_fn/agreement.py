@@ -49,6 +49,12 @@ def agree(mesh: Mesh, spec: ShardSpec | None, failure: Exception | None) -> None
     described = collectives.exchange_objects(mesh, description(spec.leaves, spec.groups, spec.mesh, spec.runtime))
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     first, second = described[0], described[other]
+
+    def leaves_of(lines: list[str]) -> list[str]:
+        return [line for line in lines if line.startswith("leaf ")]
+
+    if leaves_of(first) != leaves_of(second):  # the tree itself: leave out what follows from it
+        first, second = leaves_of(first), leaves_of(second)
     line = next((i for i in range(max(len(first), len(second))) if first[i : i + 1] != second[i : i + 1]), 0)
     said = [lines[line] if line < len(lines) else "nothing more" for lines in (first, second)]
     raise PlanError(

@@ -18,8 +18,8 @@ from torch.utils import _pytree as torch_pytree
 from . import traced, tree
 from .calls import Recordings, make_sinks, open_call
 from .errors import StateError, bad
-from .session import Saved, Session
-from .state import ShardState, UnitState, flatten_node, unflatten_node
+from .session import Saved, Session, refuse_reentrant_graph
+from .state import ShardState, UnitState, check_state, flatten_node, unflatten_node
 
 
 def register_torch_node(
@@ -35,8 +35,21 @@ def register_torch_node(
     torch_pytree.register_pytree_node(cls, flatten, lambda children, static: unflatten(cls, static, children))
 
 
+def _flatten_for_torch(node: ShardState | UnitState) -> tuple[Any, Any]:
+    """As `flatten_node`; but None is a leaf in torch's pytrees, so absent compute weights are part of the structure."""
+    (main, compute), static = flatten_node(node)
+    return (main, tuple(c for c in compute if c is not None)), (static, tuple(c is not None for c in compute))
+
+
+def _unflatten_for_torch(cls: type, static: tuple[Any, Any], children: Any) -> Any:
+    facts, present = static
+    main, compute = children
+    rest = iter(compute)
+    return unflatten_node(cls, facts, (main, tuple(next(rest) if there else None for there in present)))
+
+
 for _cls in (ShardState, UnitState):
-    register_torch_node(_cls, flatten_node, unflatten_node)
+    register_torch_node(_cls, _flatten_for_torch, _unflatten_for_torch)
 
 
 def _detach(value: Any) -> Any:
@@ -123,6 +136,9 @@ class ValueAndGrad:
             session.abandon()
             raise
         del result, handed
+        if not self.recordings.checked:
+            refuse_reentrant_graph([loss], session)
+            self.recordings.checked = True
         _, order = session.backward([loss], [None], [])
         grads = tree.build(template, [sink.finish() for sink in sinks])
         self.recordings.put(states, order)
@@ -135,21 +151,40 @@ def _traced_value_and_grad(
     transform: ValueAndGrad, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """`value_and_grad` as a compiler sees it; `donate` is the compiler's own business there."""
-    single = isinstance(state, ShardState)
-    states = [state] if single else list(state)
+    states = _traced_states(state)
     session = traced.Session(states)
     handed = [
         ShardState(main=one.main, compute=one.compute, spec=one.spec, root=root, gatherer=session, origin=one)
         for root, one in enumerate(states)
     ]
     with torch.enable_grad():
-        result = transform.loss_fn(handed[0] if single else type(state)(handed), *args, **kwargs)
+        result = transform.loss_fn(_like(state, handed), *args, **kwargs)
     loss, aux = _check_loss(result, transform.has_aux)
     accumulate = transform.accumulate
-    given = [None] * len(states) if accumulate is None else [accumulate] if single else list(accumulate)
+    given: list[ShardState | None] = [None] * len(states)
+    if isinstance(accumulate, dict):
+        given = [accumulate[key] for key in state]
+    elif accumulate is not None:
+        given = [*_traced_states(accumulate)]
     grads = traced.gradients(session, loss, given, is_last_microbatch=transform.is_last_microbatch)
     value = (loss.detach(), aux) if transform.has_aux else loss.detach()
-    return value, grads[0] if single else type(state)(grads)
+    return value, _like(state, grads)
+
+
+def _traced_states(state: Any) -> list[ShardState]:
+    """The states of one, or of a dict, list or tuple of them: in a graph no deeper trees are served."""
+    if isinstance(state, ShardState):
+        return [state]
+    states = list(state.values()) if isinstance(state, dict) else list(state)
+    for one in states:
+        check_state(one, "state")
+    return states
+
+
+def _like(state: Any, values: list[ShardState]) -> Any:
+    if isinstance(state, ShardState):
+        return values[0]
+    return dict(zip(state, values, strict=True)) if isinstance(state, dict) else type(state)(values)
 
 
 def _check_loss(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
@@ -222,6 +257,7 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         sinks = make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
         session.sinks = sinks
         cotangents = tree.flatten_like(out_template, cotangent, "cotangent")
+        _check_cotangents(leaves, cotangents)
         used = True
         outputs, leaves = leaves, []
         pairs = [(o, cotangents[i]) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
@@ -237,6 +273,23 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         return grads, input_grads
 
     return tree.build(out_template, [_detach(leaf) for leaf in leaves]), pullback
+
+
+def _check_cotangents(outputs: list[Any], cotangents: dict[int, Any]) -> None:
+    for number, output in enumerate(outputs):
+        cotangent = cotangents.get(number)
+        if not isinstance(output, torch.Tensor) or cotangent is None:
+            continue
+        if not isinstance(cotangent, torch.Tensor) or cotangent.shape != output.shape:
+            got = f"shape {tuple(cotangent.shape)}" if isinstance(cotangent, torch.Tensor) else repr(cotangent)
+            raise StateError(
+                bad(
+                    "cotangent",
+                    got,
+                    f"a tensor of shape {tuple(output.shape)}, or None for zero",
+                    "give one in the structure of `out`",
+                )
+            )
 
 
 @contextlib.contextmanager

@@ -79,13 +79,15 @@ class PendingGather:
     """A gather over one or more axes whose first step was launched; `wait` launches and waits for the rest."""
 
     local: torch.Tensor
-    first: collectives.Pending | None
+    first: collectives.PendingCollective | None
     rest: tuple[Move, ...]
 
     def wait(self) -> torch.Tensor:
         """The gathered flat buffer."""
         flat = self.local if self.first is None else self.first.wait()
         for move in self.rest:
+            if not sum(move.sizes):
+                continue
             flat = collectives.all_gather(flat, move.sizes, move.axis).wait()
         return flat
 
@@ -93,7 +95,8 @@ class PendingGather:
 def launch_gather(local: torch.Tensor, steps: Sequence[Move]) -> PendingGather:
     """Launch the gathers `steps` of a local segment. No steps: the buffer itself. Nothing to move: no collective."""
     steps = tuple(steps)
-    if not steps or not sum(steps[0].sizes):
+    while steps and not sum(steps[0].sizes):
+        steps = steps[1:]  # nothing of this rank's neighbours; over the next axis there may be something
+    if not steps:
         return PendingGather(local, None, ())
-    first = collectives.all_gather(local, steps[0].sizes, steps[0].axis)
-    return PendingGather(local, first, steps[1:])
+    return PendingGather(local, collectives.all_gather(local, steps[0].sizes, steps[0].axis), steps[1:])

@@ -4,32 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from . import tree
 from .errors import StateError, bad
 from .gradients import GradientSink
-from .runtime import ExecutionOrder
+from .runtime import ExecutionOrder, PrefetchOrder
 from .session import Session
 from .state import ShardState, Stage, check_state
 
 
-def _split(state: Any, argument: str) -> tuple[list[ShardState], tree.Template]:
-    """The ShardStates of a pytree of them."""
+def _split(state: Any, argument: str) -> tuple[list[ShardState], list[tuple[str, ...]], tree.Template]:
+    """The ShardStates of a pytree of them, with their paths."""
     states, paths, template = tree.flatten(state, is_leaf=lambda node: isinstance(node, ShardState))
     for leaf, path in zip(states, paths, strict=True):
         check_state(leaf, ".".join((argument, *path)))
     if not states:
         raise StateError(bad(argument, "no state", "a ShardState, or a pytree of them", "pass shard(params, spec)"))
-    return states, template
+    return states, paths, template
 
 
 class Recordings:
     """The sequence of units that a transformed function saw first, by the digests of its states."""
 
     def __init__(self) -> None:
+        self.checked = False  # its graph, for reentrant checkpoints
         self.orders: dict[tuple[str, ...], ExecutionOrder] = {}
 
     def get(self, states: list[ShardState]) -> ExecutionOrder | None:
-        """What was recorded for these states; None before the first call has ended."""
+        """What was recorded for these states; None before the first call has ended, and where nothing is recorded."""
+        if states[0].spec.runtime.prefetch_order is not PrefetchOrder.RECORDED:
+            return None
         return self.orders.get(tuple(state.spec.digest() for state in states))
 
     def put(self, states: list[ShardState], order: ExecutionOrder) -> None:
@@ -39,7 +44,16 @@ class Recordings:
 
 def open_call(state: Any, recordings: Recordings) -> tuple[Session, list[ShardState], tree.Template, Any]:
     """A session for `state`, and the state that the user's function is called with."""
-    states, template = _split(state, "state")
+    states, _, template = _split(state, "state")
+    if torch.is_inference_mode_enabled():
+        raise StateError(
+            bad(
+                "state",
+                "a state in inference mode",
+                "a call outside torch.inference_mode()",
+                "differentiate outside it: tensors made inside can't be saved for backward",
+            )
+        )
     for one in states:
         if one.stage is not Stage.FINAL:
             raise StateError(bad("state", "accumulating gradients", "weights", "pass the state of weights first"))
@@ -85,17 +99,20 @@ def make_sinks(
     """
     given: list[ShardState | None] = [None] * len(states)
     if accumulate is not None:
-        found, _ = _split(accumulate, "accumulate")
-        if len(found) != len(states):
+        found, found_paths, _ = _split(accumulate, "accumulate")
+        by_path = dict(zip(found_paths, found, strict=True))
+        paths = [tuple(path) for path in tree.leaf_paths(template)]
+        if sorted(by_path) != sorted(paths):
+            said = [[".".join(path) or "the top" for path in some] for some in (by_path, paths)]
             raise StateError(
                 bad(
                     "accumulate",
-                    f"{len(found)} states",
-                    f"{len(states)}, as `state`",
+                    f"states at {said[0]}",
+                    f"states at {said[1]}, as in `state`",
                     "pass the last call's gradients",
                 )
             )
-        given = list(found)
+        given = [by_path[path] for path in paths]
     return [
         GradientSink(one, total, is_last_microbatch=is_last_microbatch, donate=donate)
         for one, total in zip(states, given, strict=True)

@@ -110,7 +110,7 @@ def exchange_objects(mesh: Mesh, obj: Any) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pending:
+class PendingCollective:
     """A launched collective. `wait` gives its result; one that is dropped unwaited leaks its buffers.
 
     `sizes` are the true sizes of an uneven gather's segments, which were padded to the largest.
@@ -158,24 +158,24 @@ def _is_alone(axis: Axis) -> bool:
     return axis.size == 1 and axis.gather_group is None
 
 
-def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
+def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:
     """Launch an all-gather of 1-D segments of `sizes[rank]` elements over `axis`.
 
     Bytes received a rank: (sum of sizes - own) times the element size; with uneven sizes the wire carries
     the largest size for everyone.
     """
     if _is_alone(axis):
-        return Pending(local.clone(), None, local.dtype)
+        return PendingCollective(local.clone(), None, local.dtype)
     name = _group(axis.gather_group, "all-gather")
     wire = local if local.dtype in _WIRE_DTYPES else local.view(torch.uint8)
     scale = local.dtype.itemsize // wire.dtype.itemsize
     widest = max(sizes)
     if all(size == widest for size in sizes):
-        return Pending(_even_gather(wire, axis.size, name), None, local.dtype)
+        return PendingCollective(_even_gather(wire, axis.size, name), None, local.dtype)
     padded = wire.new_zeros(widest * scale)
     padded.narrow(0, 0, wire.numel()).copy_(wire)
     raw = _even_gather(padded, axis.size, name)
-    return Pending(raw, tuple(size * scale for size in sizes), local.dtype)
+    return PendingCollective(raw, tuple(size * scale for size in sizes), local.dtype)
 
 
 def _even_gather(wire: torch.Tensor, size: int, name: str) -> torch.Tensor:
@@ -187,38 +187,38 @@ def _even_gather(wire: torch.Tensor, size: int, name: str) -> torch.Tensor:
     return _ops.all_gather_into_tensor(wire, size, name)
 
 
-def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
+def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:
     """Launch a sum reduce-scatter of a 1-D buffer into segments of `sizes[rank]` elements over `axis`.
 
     Bytes sent a rank: (sum of sizes - own) times the element size; with uneven sizes the wire carries the
     largest size for everyone.
     """
     if _is_alone(axis):
-        return Pending(full.clone(), None, full.dtype)
+        return PendingCollective(full.clone(), None, full.dtype)
     name = _group(axis.reduce_group, "reduce")
     widest = max(sizes)
     if all(size == widest for size in sizes):
-        return Pending(_ops.reduce_scatter_tensor(full, "sum", axis.size, name), None, full.dtype)
+        return PendingCollective(_ops.reduce_scatter_tensor(full, "sum", axis.size, name), None, full.dtype)
     padded = full.new_zeros(widest * axis.size)
     start = 0
     for rank, size in enumerate(sizes):
         padded.narrow(0, rank * widest, size).copy_(full.narrow(0, start, size))
         start += size
     raw = _ops.reduce_scatter_tensor(padded, "sum", axis.size, name)
-    return Pending(raw, (sizes[axis.rank],), full.dtype)
+    return PendingCollective(raw, (sizes[axis.rank],), full.dtype)
 
 
-def all_reduce(full: torch.Tensor, axis: Axis) -> Pending:
+def all_reduce(full: torch.Tensor, axis: Axis) -> PendingCollective:
     """Launch a sum all-reduce of `full` over `axis` (out of place)."""
     if _is_alone(axis):
-        return Pending(full.clone(), None, full.dtype)
-    return Pending(_ops.all_reduce(full, "sum", _group(axis.reduce_group, "reduce")), None, full.dtype)
+        return PendingCollective(full.clone(), None, full.dtype)
+    return PendingCollective(_ops.all_reduce(full, "sum", _group(axis.reduce_group, "reduce")), None, full.dtype)
 
 
-def broadcast(tensor: torch.Tensor, axis: Axis) -> Pending:
+def broadcast(tensor: torch.Tensor, axis: Axis) -> PendingCollective:
     """Launch a broadcast of the first rank's `tensor` over `axis` (out of place)."""
     wire = tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
-    return Pending(_ops.broadcast(wire, 0, _group(axis.gather_group, "broadcast")), None, tensor.dtype)
+    return PendingCollective(_ops.broadcast(wire, 0, _group(axis.gather_group, "broadcast")), None, tensor.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,14 +292,14 @@ def peers_of(mesh: Mesh, axes: Sequence[int] | None = None) -> Peers:
     return Peers(ranks, this_rank(mesh), tuple(dist.get_process_group_ranks(group)), group.group_name)
 
 
-def all_to_all(wire: torch.Tensor, receive: Sequence[int], send: Sequence[int], peers: Peers) -> Pending:
+def all_to_all(wire: torch.Tensor, receive: Sequence[int], send: Sequence[int], peers: Peers) -> PendingCollective:
     """Launch an exchange of 1-D segments: `send[i]` elements of `wire` go to, `receive[i]` come from, peer `i`.
 
     Peers are counted in `Peers.group_order`. Bytes sent a rank: what `send` says, each peer's part straight to it.
     """
     name = _group(peers.group, "exchange")
     raw = _ops.all_to_all_single(wire, list(receive), list(send), name)
-    return Pending(raw, None, wire.dtype)
+    return PendingCollective(raw, None, wire.dtype)
 
 
 def copy_many(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from .collectives import Axis
 from .errors import StateError, bad
 from .group import GroupSpec
 from .placement import sharded_axes
-from .state import ShardState, Stage, check_state
+from .state import NOTHING, ShardState, Stage, check_state
 
 
 def to_dtensors(state: ShardState) -> dict[str, DTensor]:
@@ -36,7 +36,7 @@ def to_dtensors(state: ShardState) -> dict[str, DTensor]:
         raise StateError(bad("state", "a state on an AbstractMesh", "one on a DeviceMesh", "plan with a real mesh"))
     found: dict[tuple[int, int], DTensor] = {}
     for group, main in zip(spec.groups, state.main, strict=True):
-        if main.numel() != group.main_range.stop - group.main_range.start:
+        if tuple(main.shape) == NOTHING:  # the same answer on every rank, also where a segment is empty
             continue
         locals_ = _rows_held(group, main) if _is_plain(group) else _rows_wanted(group, main)
         for index, (_, shape, _) in enumerate(group.views):

@@ -32,6 +32,8 @@ def reduce(
     Raises:
         StateError: a gradient whose shape differs from the plan's (its path named), or `into` of another plan.
     """
+    if not isinstance(spec, ShardSpec):
+        raise StateError(bad("spec", f"a {type(spec).__name__}", "a ShardSpec", "pass the plan: state.spec"))
     leaves = tree.flatten_like(spec.template, grads, "grads", spec.namespace)
     by_group = _grads_by_group(leaves, spec)
     if into is not None:

@@ -62,6 +62,15 @@ def check_abstract_mesh(mesh: AbstractMesh) -> None:
     Raises:
         PlanError: naming the field.
     """
+    if not isinstance(mesh.shape, tuple) or not isinstance(mesh.names, tuple):
+        raise PlanError(
+            bad(
+                "mesh",
+                f"AbstractMesh({mesh.shape!r}, {mesh.names!r})",
+                "two tuples",
+                'write AbstractMesh((2,), ("dp",))',
+            )
+        )
     if not mesh.shape or any(size < 1 for size in mesh.shape):
         raise PlanError(bad("mesh.shape", mesh.shape, "one or more positive axis sizes", "give each axis its size"))
     if len(mesh.names) != len(mesh.shape):

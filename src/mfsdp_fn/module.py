@@ -8,7 +8,6 @@ raises, and there are no hooks on it.
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from .errors import StateError, bad
+from .rewiring import Rewiring
 from .spec import ShardSpec
 from .state import ShardState, check_state
 from .units import split
@@ -49,8 +49,9 @@ def functional_call(
         kwargs: keyword arguments.
 
     Raises:
-        StateError: parameters and paths that don't match (named), or a submodule that was compiled in place, whose
-            code is bound to the original parameters.
+        StateError: parameters and paths that don't match (named); `requires_grad` that was flipped after planning; a
+            submodule that was compiled in place, whose code is bound to the original parameters; an attribute of a
+            kind that can't be rebuilt and refers to a submodule or parameter.
 
     >>> import torch, mfsdp_fn as mf
     >>> module = torch.nn.Linear(2, 1)
@@ -60,6 +61,10 @@ def functional_call(
     True
     """
     check_state(state, "state")
+    if not isinstance(module, nn.Module):
+        raise StateError(bad("module", f"a {type(module).__name__}", "an nn.Module", "pass the module itself"))
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise StateError(bad("kwargs", f"a {type(kwargs).__name__}", "a dict or None", 'write {"name": value}'))
     if not isinstance(args, (tuple, list)):
         raise StateError(bad("args", f"a {type(args).__name__}", "a tuple", "write (x,) for one argument"))
     return _Run(module, state).take(module)(*args, **(kwargs or {}))
@@ -73,13 +78,12 @@ class _Run:
         self.leaf_of = _match(module, state.spec)
         self.active: dict[str, dict[int, torch.Tensor]] = {}
         self.skeletons: dict[int, nn.Module] = {}
-        self.late: dict[
-            str, list[tuple[weakref.ref[nn.Module], str, Any]]
-        ] = {}  # attributes that hold parameters, by unit
+        self.copies: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self.rewiring = Rewiring(self.copies, {id(p): self.leaf_of[name] for name, p in params_of(module).items()})
         scopes = _scopes(module, state.spec)
         names = {id(submodule): name for name, submodule in module.named_modules()}
         for original in module.modules():
-            self.skeletons[id(original)] = original.__new__(type(original))
+            self.skeletons[id(original)] = self.copies[id(original)] = original.__new__(type(original))
         for original in module.modules():
             self._fill(original, names[id(original)], scopes.get(names[id(original)], ()))
 
@@ -104,8 +108,16 @@ class _Run:
                 )
             )
         skeleton = self.skeletons[id(original)]
-        attributes = {key: self._swap(value) for key, value in vars(original).items()}
         prefix = f"{name}." if name else ""
+        attributes: dict[str, Any] = {}
+        late: dict[str, Any] = {}  # what holds parameters is made when they are there: an RNN's `_flat_weights`
+        for key, value in vars(original).items():
+            if key in _REGISTRIES:
+                continue
+            if self.rewiring.holds_parameters(value):
+                late[key], attributes[key] = value, None
+            else:
+                attributes[key] = self.rewiring.apply(value, prefix + key, self.parameter)
         attributes["_modules"] = {
             key: None if child is None else self.skeletons[id(child)] for key, child in original._modules.items()
         }
@@ -114,41 +126,33 @@ class _Run:
             self, {key: None if p is None else self.leaf_of[prefix + key] for key, p in original._parameters.items()}
         )
         skeleton.__dict__ = attributes
-        by_id = {id(p): self.leaf_of[n] for n, p in self._parameter_names(original, prefix)}
-        for key, value in vars(original).items():
-            if key not in _REGISTRIES and _holds_parameters(value, by_id):
-                unit = self.state.spec.leaves[next(iter(by_id.values()))].unit
-                self.late.setdefault(unit, []).append((weakref.ref(skeleton), key, _recipe(value, by_id)))
-                attributes[key] = None
-        if units:
-            attributes["forward"] = self._scoped(skeleton, attributes.get("forward"), units)
+        if units or late:
+            attributes["forward"] = self._scoped(skeleton, attributes.get("forward"), units, late, prefix)
 
-    @staticmethod
-    def _parameter_names(original: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
-        return [(prefix + key, p) for key, p in original._parameters.items() if p is not None]
-
-    def _swap(self, value: Any, depth: int = 3) -> Any:
-        """Point what refers to the original modules at their skeletons."""
-        if isinstance(value, nn.Module):
-            return self.skeletons.get(id(value), value)
-        if isinstance(value, types.MethodType):
-            known = id(value.__self__) in self.skeletons
-            return types.MethodType(value.__func__, self.skeletons[id(value.__self__)]) if known else value
-        if depth and type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):
-            return type(value)(self._swap(item, depth - 1) for item in value)
-        if depth and type(value) is dict and any(isinstance(item, nn.Module) for item in value.values()):
-            return {key: self._swap(item, depth - 1) for key, item in value.items()}
-        return value
-
-    def _scoped(self, skeleton: nn.Module, own: Callable[..., Any] | None, units: Sequence[str]) -> Callable[..., Any]:
-        """The submodule's forward with its units gathered around it."""
+    def _scoped(
+        self,
+        skeleton: nn.Module,
+        own: Callable[..., Any] | None,
+        units: Sequence[str],
+        late: Mapping[str, Any],
+        prefix: str,
+    ) -> Callable[..., Any]:
+        """The submodule's forward with its units gathered, and its late attributes there, around it."""
         forward = own or _weak_method(skeleton, type(skeleton).forward)
+        ref = weakref.ref(skeleton)
 
         def scoped(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:
                 for unit in units:
                     stack.enter_context(self.gathered(unit))
-                return forward(*args, **kwargs)
+                attributes = vars(ref())
+                before = {key: attributes[key] for key in late}
+                for key, value in late.items():
+                    attributes[key] = self.rewiring.apply(value, prefix + key, self.parameter)
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    attributes.update(before)
 
         return scoped
 
@@ -158,20 +162,11 @@ class _Run:
         if unit in self.active:  # a submodule that calls itself
             yield
             return
-        values = gather_values(self.state[unit])
-        self.active[unit] = values
-        self._set_late(unit, values)
+        self.active[unit] = gather_values(self.state[unit])
         try:
             yield
         finally:
             del self.active[unit]
-            self._set_late(unit, None)
-
-    def _set_late(self, unit: str, values: dict[int, torch.Tensor] | None) -> None:
-        for ref, key, recipe in self.late.get(unit, ()):
-            skeleton = ref()
-            if skeleton is not None:
-                vars(skeleton)[key] = None if values is None else recipe(values)
 
     def parameter(self, leaf: int) -> torch.Tensor:
         """A parameter, gathered for this read if its unit's submodule isn't running."""
@@ -210,19 +205,6 @@ class _Parameters(dict[str, Any]):
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
 
 
-def _holds_parameters(value: Any, by_id: Mapping[int, int]) -> bool:
-    """Whether an attribute repeats registered parameters (an RNN's `_flat_weights` does)."""
-    items = value if type(value) in (list, tuple) else (value,)
-    return any(id(item) in by_id for item in items)
-
-
-def _recipe(value: Any, by_id: Mapping[int, int]) -> Callable[[Mapping[int, torch.Tensor]], Any]:
-    """How to make the attribute again from gathered values."""
-    if type(value) in (list, tuple):
-        return lambda values: type(value)(values[by_id[id(p)]] if id(p) in by_id else p for p in value)
-    return lambda values: values[by_id[id(value)]]
-
-
 def _match(module: nn.Module, spec: ShardSpec) -> dict[str, int]:
     """Leaf number of every parameter name; a tied parameter's other names need not be planned."""
     planned = {leaf.path: number for number, leaf in enumerate(spec.leaves)}
@@ -236,6 +218,17 @@ def _match(module: nn.Module, spec: ShardSpec) -> dict[str, int]:
     if missing or extra:
         got = f"parameter {missing[0]!r}, which is not in the state" if missing else f"no parameter {extra[0]!r}"
         raise StateError(bad("module", got, "a module whose parameters are the state's", "plan with params_of(module)"))
+    for name, parameter in named.items():
+        leaf = spec.leaves[by_id[id(parameter)]]
+        if parameter.requires_grad != leaf.requires_grad:
+            raise StateError(
+                bad(
+                    "module",
+                    f"requires_grad={parameter.requires_grad} at {name!r}",
+                    f"{leaf.requires_grad}, as planned",
+                    "plan again: trainability is part of the plan",
+                )
+            )
     return {name: planned.get(name, by_id[id(parameter)]) for name, parameter in named.items()}
 
 

@@ -74,7 +74,7 @@ def _launch(
     receive: Sequence[tuple[int, int]],
     route: Route,
     device: torch.device,
-) -> collectives.Pending | None:
+) -> collectives.PendingCollective | None:
     """Launch the exchange of flat parts, ordered by peer; `send` and `receive` are (peer, bytes)."""
     if not route.moves:
         return None
@@ -110,7 +110,7 @@ class PendingGather:
     shards: tuple[dict[int, torch.Tensor], ...]
     wires: tuple[torch.dtype, ...]
     route: Route
-    pending: collectives.Pending | None
+    pending: collectives.PendingCollective | None
 
     def wait(self, out: Sequence[Tensors] | None = None) -> dict[Place, torch.Tensor]:
         """Full tensors, in `out` where given; one that is held whole is a view of its shard otherwise."""
@@ -162,7 +162,7 @@ class PendingScatter:
     dtypes: tuple[torch.dtype, ...]
     wires: tuple[torch.dtype, ...]
     route: Route
-    pending: collectives.Pending | None
+    pending: collectives.PendingCollective | None
 
     def wait(self) -> dict[Place, torch.Tensor]:
         """Flat shards: views of the full results, or of what was received, in the wire's dtype."""

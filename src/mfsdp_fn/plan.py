@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives, tree
 from . import units as units_module
@@ -75,6 +76,8 @@ def plan(
     precision, runtime = precision or MixedPrecisionPolicy(), runtime or RuntimePolicy()
     if isinstance(mesh, AbstractMesh):
         check_abstract_mesh(mesh)
+    elif not isinstance(mesh, DeviceMesh):
+        raise PlanError(bad("mesh", repr(mesh), "a DeviceMesh or an AbstractMesh", "make one with init_device_mesh(…)"))
     failure: Exception | None = None
     spec: ShardSpec | None = None
     try:
@@ -135,6 +138,8 @@ def _plan_alone(
     namespace: str,
 ) -> ShardSpec:
     """The spec as this rank sees it, communicators left out."""
+    if not isinstance(namespace, str):
+        raise PlanError(bad("namespace", repr(namespace), "the name of an optree namespace", "leave it out for none"))
     if not isinstance(placements, Placements):
         raise PlanError(bad("placements", repr(placements), "Placements", "call a preset, such as zero3()"))
     check_placements(placements, mesh.ndim)

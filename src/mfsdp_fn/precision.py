@@ -59,6 +59,15 @@ def check_precision(policy: MixedPrecisionPolicy) -> None:
     Raises:
         PlanError: naming the field.
     """
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise PlanError(
+            bad(
+                "precision",
+                repr(policy),
+                "a MixedPrecisionPolicy",
+                "write MixedPrecisionPolicy(compute=torch.bfloat16)",
+            )
+        )
     for field in dataclasses.fields(policy):
         dtype = getattr(policy, field.name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -69,7 +69,7 @@ class PendingReduction:
     """A reduction whose first step was launched; `wait` does the rest and gives the sum of the wire."""
 
     local: torch.Tensor
-    first: collectives.Pending | None
+    first: collectives.PendingCollective | None
     scatters: tuple[Move, ...] = ()
     all_reduces: tuple[collectives.Axis, ...] = ()
 
@@ -83,6 +83,8 @@ class PendingReduction:
         """This rank's part of the sum."""
         flat = self.local if self.first is None else self.first.wait()
         for move in self.scatters:
+            if not sum(move.sizes):  # an empty part has no parts to be summed
+                continue
             flat = collectives.reduce_scatter(flat, move.sizes, move.axis).wait()
         for axis in self.all_reduces:
             flat = collectives.all_reduce(flat, axis).wait()

@@ -66,6 +66,8 @@ def check_runtime(runtime: RuntimePolicy) -> None:
     Raises:
         PlanError: naming the setting.
     """
+    if not isinstance(runtime, RuntimePolicy):
+        raise PlanError(bad("runtime", repr(runtime), "a RuntimePolicy", "write RuntimePolicy(forward_prefetch=0)"))
     if isinstance(runtime.keep_gathered, str):
         raise PlanError(
             bad(

@@ -258,6 +258,25 @@ def _refuse_reentrant_checkpoint() -> None:
         frame = frame.f_back
 
 
+def refuse_reentrant_graph(outputs: list[torch.Tensor], session: Session) -> None:
+    """Refuse a graph with a reentrant checkpoint in it, of which autograd would not say a word.
+
+    A checkpointed function that only closes over gathered weights gives them no gradient at all. This walks the whole
+    graph, so it is done once for a transformed function.
+    """
+    seen: set[Any] = set()
+    queue: list[Any] = [output.grad_fn for output in outputs]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            session.abandon()
+            raise _reentrant_error()
+        queue.extend(following for following, _ in node.next_functions)
+
+
 def _checkpointed_region() -> object | None:
     """What identifies the non-reentrant checkpoint that forward is in; None outside one."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]

@@ -215,8 +215,21 @@ def tree_map(fn: Callable[..., Any], *states: ShardState) -> ShardState:
                     "finish accumulated gradients with finish_grad_sync first",
                 )
             )
+    if not callable(fn):
+        raise StateError(bad("fn", repr(fn), "a function of one buffer a state", "pass the function first"))
     columns = zip(first.spec.groups, *(state.main for state in states), strict=True)
     main = tuple(fn(*buffers) if group.requires_grad else buffers[0] for group, *buffers in columns)
+    for group, before, after in zip(first.spec.groups, first.main, main, strict=True):
+        if not isinstance(after, torch.Tensor) or after.shape != before.shape:
+            got = tuple(after.shape) if isinstance(after, torch.Tensor) else repr(after)
+            raise StateError(
+                bad(
+                    "fn",
+                    f"a function that gives {got} for the buffer of {group.name!r}",
+                    f"a tensor of its shape {tuple(before.shape)}",
+                    "map elementwise; whole tensors are owner_map's business",
+                )
+            )
     return with_main(first, main)
 
 

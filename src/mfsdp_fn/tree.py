@@ -8,6 +8,7 @@ several path components (``"blocks.0.attn.weight"``).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -43,6 +44,10 @@ Template = Leaf | Node | Absent
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
+def _rebuild(unflatten: Callable[..., Any], metadata: Any, values: Sequence[Any]) -> Any:
+    return unflatten(metadata, list(values))
+
+
 def _one_level(tree: Any, namespace: str) -> Node | None:
     """The node at the top of `tree`, its children still raw trees; None if `tree` is a leaf."""
     if type(tree) in _DICTS:
@@ -54,7 +59,7 @@ def _one_level(tree: Any, namespace: str) -> Node | None:
     if optree.is_namedtuple(tree):
         entries = type(tree)._fields  # optree says 0, 1, …
     raw: tuple[Any, ...] = tuple(children)
-    return Node(type(tree), tuple(entries), raw, lambda values: unflatten(metadata, list(values)))
+    return Node(type(tree), tuple(entries), raw, functools.partial(_rebuild, unflatten, metadata))
 
 
 def components(entry: Any) -> tuple[str, ...]:
@@ -173,6 +178,15 @@ def leaf_indices(template: Template) -> Iterator[int]:
     elif isinstance(template, Node):
         for child in template.children:
             yield from leaf_indices(child)
+
+
+def leaf_paths(template: Template, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Path components of all leaves below `template`, in order."""
+    if isinstance(template, Leaf):
+        yield path
+    elif isinstance(template, Node):
+        for entry, child in zip(template.entries, template.children, strict=True):
+            yield from leaf_paths(child, path + components(entry))
 
 
 def prune(template: Template, keep: Collection[int]) -> Template:

@@ -28,14 +28,14 @@ def unit_values(spec: ShardSpec, unit: str, views: Mapping[int, Sequence[torch.T
 
 
 @dataclasses.dataclass(frozen=True)
-class PendingUnit:
+class Pending:
     """A unit whose gathers were launched; pass it to `wait`, once."""
 
     unit: UnitState
     gathers: tuple[PendingGather | None, ...]
 
 
-def launch(unit: UnitState) -> PendingUnit:
+def launch(unit: UnitState) -> Pending:
     """Launch the gathers of one unit, for `wait` to finish: explicit prefetch.
 
     Communicates what `unshard` does. Inside `value_and_grad` the gather counts as the unit's prefetch.
@@ -52,8 +52,8 @@ def launch(unit: UnitState) -> PendingUnit:
         )
     if unit.gatherer is not None:
         unit.gatherer.launch(unit)
-        return PendingUnit(unit, ())
-    return PendingUnit(unit, tuple(_launch_group(unit, i) for i in range(len(unit.main))))
+        return Pending(unit, ())
+    return Pending(unit, tuple(_launch_group(unit, i) for i in range(len(unit.main))))
 
 
 def _launch_group(unit: UnitState, position: int) -> PendingGather | None:
@@ -67,9 +67,9 @@ def _launch_group(unit: UnitState, position: int) -> PendingGather | None:
     return launch_gather(weights_of(group, main, compute), group.gathers)
 
 
-def wait(pending: PendingUnit) -> Any:
+def wait(pending: Pending) -> Any:
     """The parameters of a launched unit, as `unshard` gives them."""
-    if not isinstance(pending, PendingUnit):
+    if not isinstance(pending, Pending):
         raise StateError(bad("pending", f"a {type(pending).__name__}", "what launch(unit) returned", "launch first"))
     unit = pending.unit
     return tree.build(unit.spec.unit_template(unit.unit), _Values(_wait_values(pending)))
@@ -82,7 +82,7 @@ class _Values(dict[int, Any]):
         return None
 
 
-def _wait_values(pending: PendingUnit) -> dict[int, torch.Tensor]:
+def _wait_values(pending: Pending) -> dict[int, torch.Tensor]:
     unit = pending.unit
     check_alive(unit, "unit")
     if unit.gatherer is not None:
