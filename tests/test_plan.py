@@ -201,7 +201,7 @@ DISAGREE: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     (other_shape, r"«leaf 'b': \(4, 2\) .*», rank 1 has «leaf 'b': \(5, 2\)"),
     (one_more, "rank 1 has «leaf 'z'"),
     (one_fails, "`params` got a str at 'b'|could not be planned on rank 1 of the mesh: `params` got a str at 'b'"),
-    (one_breaks, "could not be planned on rank 1|must be called with a dataclass type or instance"),
+    (one_breaks, "could not be planned on rank 1|`precision` got 7; expected a MixedPrecisionPolicy"),
     (other_scale, "grad_scale=1.0.*grad_scale=2.0"),
     (other_runtime, "max_inflight_reductions=1.*max_inflight_reductions=2"),
 ]
