@@ -522,3 +522,38 @@ def subset_everywhere(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_subset_is_a_plan_of_its_own(world_size: int) -> None:
     run_ranks(world_size, subset_everywhere)
+
+
+def two_meshes(rank: int, world_size: int) -> list[float]:
+    """Two meshes with equal plans in one process: each exchanges with its own ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    w, g, found = torch.arange(15.0).reshape(5, 3).cos(), torch.arange(15.0).reshape(5, 3).sin(), []
+    for names in (("dp", "tp"), ("tp", "dp")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)["dp"]
+        sign = 1 if mesh.mesh.tolist()[0] == 0 else -1  # the two replicas have other gradients
+        params = {"w": w.clone().requires_grad_()}
+        spec = mf.plan(params, mesh, mf.zero3())
+        state, opt = mf.shard(params, spec), mf.optim.muon(lr=0.1)
+        grads = mf.shard({"w": (sign * g).requires_grad_()}, spec)
+        new, _ = opt.step(grads, opt.init(state), state)
+        reference = torch.nn.Parameter(w.clone())
+        reference.grad = sign * g
+        torch.optim.Muon([reference], lr=0.1).step()
+        found.append((mf.unshard(new)["w"] - reference.detach()).abs().max().item())
+    return found
+
+
+def test_meshes_with_equal_plans_are_not_mixed_up() -> None:
+    assert run_ranks(4, two_meshes) == [[0.0, 0.0]] * 4
+
+
+def test_a_fallback_that_is_not_there_or_refuses_changes_nothing() -> None:
+    params = {"w": torch.eye(3).requires_grad_(), "b": torch.ones(3, requires_grad=True)}
+    state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.zero3()))
+    opt_state = mf.optim.muon(lr=0.1, fallback=mf.optim.sgd(lr=0.1)).init(state)
+    before, grads = state.main[0].clone(), mf.tree_map(torch.ones_like, state)
+    for opt in (mf.optim.muon(lr=0.1, fallback=mf.optim.adamw(lr=0.1)), mf.optim.muon(lr=0.1)):
+        with pytest.raises(mf.StateError, match="`opt_state`"):
+            opt.step(grads, opt_state, state, donate=True)
+        assert torch.equal(state.main[0], before)

@@ -256,7 +256,9 @@ def refusals(rank: int, world: int) -> None:
     ):
         pass
     grads = accumulated(sharded_loss, state, [batch])
-    with pytest.raises(mf.StateError, match=r"`accumulate` got states at \['0', '1'\]; expected states at \['the top'\]"):
+    with pytest.raises(
+        mf.StateError, match=r"`accumulate` got states at \['0', '1'\]; expected states at \['the top'\]"
+    ):
         mf.value_and_grad(sharded_loss, accumulate=[grads, grads])(state, batch)
     donated = mf.value_and_grad(sharded_loss, accumulate=grads, donate=True)(state, batch)[1]
     with pytest.raises(mf.DonatedError, match=r"donated to value_and_grad"):

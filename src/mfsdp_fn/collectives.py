@@ -28,7 +28,10 @@ _ops = torch.ops._c10d_functional
 # A communicator's collectives run in launch order, so reductions get a communicator of their own beside the
 # mesh's. One a process group, for as long as that group lives: the cache is keyed weakly by the group itself,
 # because names are used again after `destroy_process_group`.
-_reduction_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+# The values are weak too: torch.distributed holds a group until it is destroyed, and its threads must end then, not
+# when the mesh goes (perhaps while the interpreter shuts down).
+_reduction_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
+_reduction_groups = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +86,18 @@ def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]
 
 
 def _reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    if group not in _reduction_groups:
-        made = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        _reduction_groups[group] = made
-    return _reduction_groups[group]
+    known = _reduction_groups.get(group)
+    found = None if known is None else known()
+    if found is None:
+        found = _new_group(dist.get_process_group_ranks(group))
+        _reduction_groups[group] = weakref.ref(found)
+    return found
+
+
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    made = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def device_of(mesh: Mesh) -> torch.device:
@@ -264,7 +274,7 @@ def this_rank(mesh: Mesh) -> int:
 
 # Groups over several axes at once, made when an owner layout first needs one; beside the first axis' group, because
 # that one's lifetime is the mesh's.
-_joint_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_joint_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]]]
 _joint_groups = weakref.WeakKeyDictionary()
 
 
@@ -284,11 +294,11 @@ def peers_of(mesh: Mesh, axes: Sequence[int] | None = None) -> Peers:
     if len(wide) > 1:
         made = _joint_groups.setdefault(group, {})
         key = tuple(sorted(ranks))
-        if key not in made:
-            joint = dist.new_group(list(key), use_local_synchronization=True)
-            assert isinstance(joint, dist.ProcessGroup)
-            made[key] = joint
-        group = made[key]
+        joint = made[key]() if key in made else None
+        if joint is None:
+            joint = _new_group(list(key))
+            made[key] = weakref.ref(joint)
+        group = joint
     return Peers(ranks, this_rank(mesh), tuple(dist.get_process_group_ranks(group)), group.group_name)
 
 

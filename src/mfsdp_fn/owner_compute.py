@@ -226,9 +226,7 @@ def owner_map(
                 bad("state", "accumulating gradients", "a finished state", "call finish_grad_sync(grads) first")
             )
         numbers = [_number(state, group, layout) for group, layout in owners.items()]
-        main = list(state.main)
-        for number in numbers:
-            main[number] = main[number].clone()
+        main = [main.clone() for main in state.main]  # all: a result that shares buffers could be changed by donation
         sources = [state.main[number] for number in numbers]
         targets = [main[number] for number in numbers]
         with torch.no_grad():

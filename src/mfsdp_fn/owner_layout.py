@@ -112,7 +112,9 @@ class GroupOwnerLayout:
 
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
-        return (self.ranks, self.layout, tuple(self.tensor_to_owner.items()), self.dtype)
+        # Seen from this rank, over this kind of mesh: plans for a layout are cached by it.
+        where = (self.ranks, self.this_rank, type(self.mesh))
+        return (*where, self.layout, tuple(self.tensor_to_owner.items()), self.dtype)
 
     @functools.cached_property
     def _hash(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Collection, Sequence
 
@@ -72,7 +71,7 @@ class Subset:
             )
 
 
-@functools.lru_cache(maxsize=32)
+# Not cached by spec: plans over other ranks, and those of other ranks, compare equal.
 def subset(spec: ShardSpec, paths: frozenset[str]) -> Subset:
     """The plan of the tensors at `paths` (a tied tensor by any of its paths) and of no others.
 

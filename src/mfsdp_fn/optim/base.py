@@ -124,6 +124,8 @@ def check_step(kind: type, grads: Any, opt_state: Any, state: Any) -> None:
     check_weights(state)
     check_state(grads, "grads", state.spec)
     check_finished(grads, "grads")
+    if any(compute is not None for compute in grads.compute):
+        raise StateError(bad("grads", "a state of weights", "gradients", "the order is step(grads, opt_state, state)"))
     if not isinstance(opt_state, kind):
         raise StateError(
             bad(

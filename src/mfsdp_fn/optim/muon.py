@@ -91,21 +91,30 @@ class _Muon:
                     "call init(state) again",
                 )
             )
+        if (opt_state.fallback is None) != (self.fallback is None or plan.others is None):
+            raise StateError(
+                bad(
+                    "opt_state",
+                    f"one {'without' if opt_state.fallback is None else 'with'} a fallback's state",
+                    f"one {'without' if self.fallback is None else 'with'} it, as this optimizer has",
+                    "call init(state) of this optimizer",
+                )
+            )
         lr = learning_rate(self.lr, opt_state.step)
         main = writable(state, donate=donate)
-        with torch.no_grad():
-            momentum = writable(opt_state.momentum_buffer, donate=donate)
-            updates = self._updates(plan, grads, momentum)
-            self._orthogonalise(plan, updates)
-            self._apply(plan, main, updates, lr)
         fallback, others = opt_state.fallback, plan.others
-        if self.fallback is not None and others is not None:
+        if self.fallback is not None and others is not None:  # first: what it refuses has changed nothing yet
             weights = others.state(state, others.take(main))
             stepped, fallback = self.fallback.step(
                 others.state(grads, others.take(grads.main)), opt_state.fallback, weights, donate=donate
             )
             with torch.no_grad():
                 others.put(stepped.main, main)
+        with torch.no_grad():
+            momentum = writable(opt_state.momentum_buffer, donate=donate)
+            updates = self._updates(plan, grads, momentum)
+            self._orthogonalise(plan, updates)
+            self._apply(plan, main, updates, lr)
         buffer = plan.mine.state(state, momentum)
         state = finish("muon", state, main, grads, opt_state.momentum_buffer, donate=donate)
         return state, MuonState(count_up(opt_state.step, donate=donate), buffer, fallback, opt_state.spec, plan)

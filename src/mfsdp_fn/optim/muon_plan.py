@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 from ..errors import StateError, bad
@@ -72,7 +71,6 @@ class MuonPlan:
         return hash((self.mine.whole, self.chosen))
 
 
-@functools.lru_cache(maxsize=16)
 def muon_plan(
     spec: ShardSpec,
     exclude: tuple[str, ...],
