@@ -9,6 +9,7 @@ import torch
 
 from . import collectives
 from .collectives import Axis
+from .labels import labelled
 from .layout import GlobalLayout
 from .placement import Placement, sharded_axes
 from .ranges import Range
@@ -81,22 +82,31 @@ class PendingGather:
     local: torch.Tensor
     first: collectives.PendingCollective | None
     rest: tuple[Move, ...]
+    label: tuple[str, str] = ("", "")
 
     def wait(self) -> torch.Tensor:
         """The gathered flat buffer."""
-        flat = self.local if self.first is None else self.first.wait()
-        for move in self.rest:
-            if not sum(move.sizes):
-                continue
-            flat = collectives.all_gather(flat, move.sizes, move.axis).wait()
-        return flat
+        if self.first is None and not self.rest:
+            return self.local
+        with labelled("wait for all-gather", *self.label):
+            flat = self.local if self.first is None else self.first.wait()
+            for move in self.rest:
+                if not sum(move.sizes):
+                    continue
+                flat = collectives.all_gather(flat, move.sizes, move.axis).wait()
+            return flat
 
 
-def launch_gather(local: torch.Tensor, steps: Sequence[Move]) -> PendingGather:
-    """Launch the gathers `steps` of a local segment. No steps: the buffer itself. Nothing to move: no collective."""
+def launch_gather(local: torch.Tensor, steps: Sequence[Move], *, label: tuple[str, str] = ("", "")) -> PendingGather:
+    """Launch the gathers `steps` of a local segment. No steps: the buffer itself. Nothing to move: no collective.
+
+    `label` is (what is gathered, phase) for profiler traces.
+    """
     steps = tuple(steps)
     while steps and not sum(steps[0].sizes):
         steps = steps[1:]  # nothing of this rank's neighbours; over the next axis there may be something
     if not steps:
         return PendingGather(local, None, ())
-    return PendingGather(local, collectives.all_gather(local, steps[0].sizes, steps[0].axis), steps[1:])
+    with labelled("launch all-gather", *label):
+        first = collectives.all_gather(local, steps[0].sizes, steps[0].axis)
+    return PendingGather(local, first, steps[1:], label)

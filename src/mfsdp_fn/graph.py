@@ -11,6 +11,7 @@ transpose, and its overlap scheduler is absent on CPUs and differs between relea
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable
 
@@ -61,48 +62,61 @@ def _is_regathered(node: fx.Node) -> bool:
     return bool((node.meta.get("custom") or {}).get(REGATHER))
 
 
-def _views_of(wait: fx.Node) -> list[fx.Node]:
-    """`wait` and everything that is a view of it, in order."""
-    found, queue = [wait], [wait]
+def _regathered_parts(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The forward's annotated nodes (cast, gather, wait, views), those of one gathered group together, in order."""
+    part_of: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if not _is_regathered(node) or is_backward(node):
+            continue
+        part = [node]
+        for needed in node.all_input_nodes:
+            if needed in part_of and part_of[needed] is not part:
+                part = [*part_of[needed], *part]
+                for member in part:
+                    part_of[member] = part
+        part_of.setdefault(node, part)
+    parts = {id(part): part for part in part_of.values()}.values()
+    return [part for part in parts if any(node.target is GATHER for node in part)]
+
+
+def _with_views(part: list[fx.Node], place: dict[fx.Node, int], end: int) -> list[fx.Node]:
+    """`part` and everything before `end` that is a view of it, in order."""
+    found, queue = set(part), [*part]
     while queue:
         for user in queue.pop().users:
-            if user.target in VIEWS and user not in found:
-                found.append(user)
+            if user.target in VIEWS and user not in found and place[user] < end:
+                found.add(user)
                 queue.append(user)
-    order = {node: place for place, node in enumerate(wait.graph.nodes)}
-    return sorted(found, key=order.__getitem__)
-
-
-def _users_in(nodes: Iterable[fx.Node], place: dict[fx.Node, int], start: int) -> list[fx.Node]:
-    return [user for node in nodes for user in node.users if place[user] >= start and user.op != "output"]
+    return sorted(found, key=place.__getitem__)
 
 
 def regather(graph: fx.Graph) -> int:
     """Let backward gather annotated weights again; gives the number of gathers added.
 
-    For every annotated gather of the forward, the backward's uses of its views get views of a new gather of the same
-    shard, placed before the first of them.
+    The backward's uses of a forward gather's views get views of a new gather of the same shard, placed before the
+    first of them. Several microbatches stand one after another: a forward's backward is the next one in the graph.
     """
     place = {node: number for number, node in enumerate(graph.nodes)}
-    start = next((place[node] for node in graph.nodes if is_backward(node)), None)
-    if start is None:
-        return 0
-    added = 0
-    for launch in [node for node in graph.nodes if node.target is GATHER and _is_regathered(node)]:
-        if place[launch] >= start:
+    backward = [place[node] for node in graph.nodes if is_backward(node)]
+    before = _number_of_gathers(graph)
+    for part in _regathered_parts(graph):
+        later = bisect.bisect_right(backward, place[part[-1]])
+        if later == len(backward):
             continue
-        for wait in [user for user in launch.users if user.target is WAIT]:
-            forward = [node for node in _views_of(wait) if place[node] < start]
-            users = _users_in(forward, place, start)
-            if not users:
-                continue
-            _copy_for(graph, users, [launch, *forward], before=min(users, key=place.__getitem__))
-            added += 1
+        start = backward[later]
+        forward = _with_views(part, place, start)
+        users = {user for node in forward for user in node.users if place[user] >= start and user.op != "output"}
+        if users:
+            _copy_for(graph, users, forward, before=min(users, key=place.__getitem__))
     graph.eliminate_dead_code()
-    return added
+    return _number_of_gathers(graph) - before
 
 
-def _copy_for(graph: fx.Graph, users: list[fx.Node], nodes: list[fx.Node], *, before: fx.Node) -> None:
+def _number_of_gathers(graph: fx.Graph) -> int:
+    return sum(node.target is GATHER for node in graph.nodes)
+
+
+def _copy_for(graph: fx.Graph, users: Iterable[fx.Node], nodes: list[fx.Node], *, before: fx.Node) -> None:
     """Give `users` copies of `nodes`, which stand in order."""
     copies: dict[fx.Node, fx.Node] = {}
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .errors import OrderError, StateError, bad
-from .runtime import ExecutionOrder, PrefetchOrder
+from .runtime import ExecutionOrder, Phase, PrefetchOrder
 from .state import ShardState, UnitState, check_alive
 from .tape_record import Record, Slot
 
@@ -94,7 +94,7 @@ class Tape:
     def launch(self, record: Record) -> None:
         """Gather ahead of use, at the caller's word."""
         if self.phase is TapePhase.FORWARD and record.gathered and record.ahead is None and record.held is None:
-            record.ahead = record.launch()
+            record.ahead = record.launch(Phase.FORWARD)
 
     def take(self, record: Record) -> list[torch.Tensor]:
         """The gathered buffers of a unit that is used now; launches what comes next."""
@@ -105,7 +105,7 @@ class Tape:
         if record.held is not None:
             flats = record.held
         else:
-            pendings = record.ahead or record.launch()
+            pendings = record.ahead or record.launch(Phase.FORWARD)
             record.ahead = None
             flats = [pending.wait() for pending in pendings]
             if record.kept:
@@ -228,7 +228,7 @@ class Tape:
         if record.launched or not record.gathered or record.kept:
             return
         record.launched = True
-        pendings, slot = record.launch(), record.slot_ref()
+        pendings, slot = record.launch(Phase.BACKWARD), record.slot_ref()
         if slot is None:
             record.unclaimed = pendings
         else:
@@ -265,7 +265,7 @@ class Tape:
     def weights(self, record: Record, slot: Slot, number: int, position: int) -> torch.Tensor:
         """A gathered buffer that a view saved after call `number` belongs to."""
         if self.phase is TapePhase.FORWARD:  # the function differentiates something itself
-            return record.launch()[position].wait()
+            return record.launch(Phase.FORWARD)[position].wait()
         self.advance(number)
         self._enter_up_to(record)
         flats = slot.get()
@@ -290,7 +290,7 @@ class Tape:
             return record.held
         slot = record.slot_ref()
         if slot is None or not record.gathered:
-            return [pending.wait() for pending in record.launch()]
+            return [pending.wait() for pending in record.launch(Phase.BACKWARD)]
         return slot.get()
 
     def finish(self) -> ExecutionOrder:

@@ -11,6 +11,7 @@ import torch
 from .buffer import PendingGather, launch_gather
 from .group import GroupSpec
 from .model_weights import weights_of
+from .runtime import Phase
 from .state import UnitState
 
 
@@ -63,10 +64,10 @@ class Record:
         self.left = False
         self.unclaimed: list[PendingGather] | None = None
 
-    def launch(self) -> list[PendingGather]:
+    def launch(self, phase: Phase) -> list[PendingGather]:
         """Launch the gathers of every group."""
         unit = self.unit
         return [
-            launch_gather(weights_of(group, main, compute), group.gathers)
+            launch_gather(weights_of(group, main, compute), group.gathers, label=(group.name, phase.value))
             for group, main, compute in zip(self.groups, unit.main, unit.compute, strict=True)
         ]

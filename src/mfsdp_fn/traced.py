@@ -47,16 +47,16 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, slot: torch.Tensor, local: torch.Tensor, group: GroupSpec, again: bool
+        ctx: Any, slot: torch.Tensor, main: torch.Tensor, compute: torch.Tensor | None, group: GroupSpec, again: bool
     ) -> tuple[torch.Tensor, ...]:
         ctx.group = group
-        with torch.fx.traceback.annotate({REGATHER: again}):
-            return _views(group, _gather(group, local))
+        with torch.fx.traceback.annotate({REGATHER: again}):  # a cast too: nothing of it lives on into backward
+            return _views(group, _gather(group, weights_of(group, main, compute)))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         with torch.fx.traceback.annotate(_BACKWARD):
-            return _reduce(ctx.group, grads), None, None, None
+            return _reduce(ctx.group, grads), None, None, None, None
 
 
 def _gather(group: GroupSpec, local: torch.Tensor) -> torch.Tensor:
@@ -115,15 +115,15 @@ class Session:
         numbers = spec.unit_groups(unit.unit)
         for number, main, compute in zip(numbers, unit.main, unit.compute, strict=True):
             group = spec.groups[number]
-            local = weights_of(group, main, compute)
+            again = len(group.gathers) > 0 and unit.unit not in spec.kept_units  # Dynamo 2.11 has no bool(tuple)
             if not group.requires_grad:
-                by_group[number] = _views(group, _gather(group, local))
+                with torch.fx.traceback.annotate({REGATHER: again}):
+                    by_group[number] = _views(group, _gather(group, weights_of(group, main, compute)))
                 continue
             held = group.grad_range
             slot = _Enter.apply(self.anchor, held.stop - held.start, group.dtypes.grad)
             self.slots[unit.root, number] = slot
-            again = len(group.gathers) > 0 and unit.unit not in spec.kept_units  # Dynamo 2.11 has no bool(tuple)
-            by_group[number] = _Unshard.apply(slot, local, group, again)
+            by_group[number] = _Unshard.apply(slot, main, compute, group, again)
         return unit_values(spec, unit.unit, by_group)
 
 

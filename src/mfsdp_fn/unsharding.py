@@ -63,8 +63,8 @@ def _launch_group(unit: UnitState, position: int) -> PendingGather | None:
         return None
     if compute is None and group.has_compute:
         # Gradients and moments, and what tree_map made of weights: whole main buffers.
-        return launch_gather(main, group.sync_gathers + group.gathers)
-    return launch_gather(weights_of(group, main, compute), group.gathers)
+        return launch_gather(main, group.sync_gathers + group.gathers, label=(group.name, "unshard"))
+    return launch_gather(weights_of(group, main, compute), group.gathers, label=(group.name, "unshard"))
 
 
 def wait(pending: Pending) -> Any:
