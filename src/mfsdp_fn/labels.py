@@ -1,7 +1,7 @@
 """Names in profiler traces: each launch and each wait says what it is, of which unit, in which phase.
 
-Private torch API here: `torch._C._profiler._RecordFunctionFast`, the `record_function` of torch's own compiled code. The
-public one costs 6 µs a use even when nothing is recorded; this one 0.3.
+Private torch API here: `torch._C._profiler._RecordFunctionFast`, what torch's own compiled code uses. The
+public `record_function` costs 6 µs a use even when nothing is recorded; this one 0.3.
 """
 
 from __future__ import annotations
