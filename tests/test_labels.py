@@ -16,7 +16,7 @@ def labels_of_a_step(rank: int, world: int, preset: str) -> Counter[str]:
     spec = mf.plan(params, mesh_of(world), PRESETS[preset](), units=("blocks.*",), precision=EXACT)
     state, opt = mf.shard(params, spec), mf.optim.sgd(lr=0.5)
     opt_state, batch = opt.init(state), batch_of(0, 0, rank)
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
         _, grads = mf.value_and_grad(sharded_loss)(state, batch)
         opt.step(grads, opt_state, state)
     return Counter(event.name for event in trace.events() if event.name.startswith("mfsdp_fn"))

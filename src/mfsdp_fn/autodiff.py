@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks as torch_saved_tensors_hook
 from torch.utils import _pytree as torch_pytree
 
 from . import traced, tree
-from .calls import Recordings, make_sinks, open_call
+from .calls import Recordings, make_sinks, note_call, open_call
 from .errors import StateError, bad
 from .session import Saved, Session, refuse_reentrant_graph
 from .state import ShardState, UnitState, check_state, flatten_node, unflatten_node
@@ -142,6 +142,7 @@ class ValueAndGrad:
         _, order = session.backward([loss], [None], [])
         grads = tree.build(template, [sink.finish() for sink in sinks])
         self.recordings.put(states, order)
+        note_call(states)
         if self.has_aux:
             return (loss.detach(), optree.tree_map(_detach, aux, none_is_leaf=True)), grads
         return loss.detach(), grads
@@ -264,6 +265,7 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         pairs = [(o, torch.zeros_like(o) if ct is None else ct) for o, ct in pairs]
         found, _ = session.backward([o for o, _ in pairs], [ct for _, ct in pairs], inputs)
         grads = tree.build(template, [sink.finish() for sink in sinks])
+        note_call(states)
         rest = iter(found)
         input_grads: Any = optree.tree_map(
             lambda value: next(rest) if isinstance(value, torch.Tensor) and value.is_floating_point() else None,

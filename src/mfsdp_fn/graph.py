@@ -19,12 +19,15 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from . import packing
+
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
 GATHER = _c10d.all_gather_into_tensor.default
 WAIT = _c10d.wait_tensor.default
 REDUCTIONS = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
+PACK = packing.OPERATION
 COLLECTIVES = (GATHER, *REDUCTIONS, _c10d.all_to_all_single.default, _c10d.broadcast.default)
 
 # What gives a second name to the same memory.
@@ -46,6 +49,17 @@ VIEWS = frozenset(
         _aten.alias.default,
         _aten.split_with_sizes.default,
         torch.ops.prims.view_of.default,
+    )
+)
+
+# What reads single elements of its input, elementwise in its output. Inductor writes views as reshapes.
+_LOOKUPS = frozenset(
+    (
+        _aten.embedding.default,
+        _aten.index.Tensor,
+        _aten.index_select.default,
+        _aten.gather.default,
+        _aten.reshape.default,
     )
 )
 
@@ -137,7 +151,7 @@ def schedule(graph: fx.Graph) -> None:
 
     A gather's launch moves in front of the wait before it (in graph order), so that it runs beside the compute that
     uses that one; only one is ahead at a time, as in eager. A reduction's wait moves down to where its result is used
-    or, at the latest, to the next reduction, so that one input buffer is alive at a time.
+    or, at the latest, to where the next one is packed, so that one input buffer is alive at a time.
     """
     waits = [
         node
@@ -159,7 +173,7 @@ def _hoist(graph: fx.Graph, launch: fx.Node, target: fx.Node) -> None:
     chain, queue = {launch}, [launch]
     while queue:
         for needed in queue.pop().all_input_nodes:
-            if place[needed] > place[target] and needed not in chain:
+            if place[needed] >= place[target] and needed not in chain:
                 if needed.target in COLLECTIVES or needed.target is WAIT:
                     return  # depends on communication that has not happened there
                 chain.add(needed)
@@ -171,13 +185,57 @@ def _hoist(graph: fx.Graph, launch: fx.Node, target: fx.Node) -> None:
 def _sink_reduction_waits(graph: fx.Graph) -> None:
     reductions = [node for node in graph.nodes if node.target in REDUCTIONS]
     for launch, following in itertools.pairwise(reductions):
+        target = _packing_of(following)
         place = {node: at for at, node in enumerate(graph.nodes)}
         dependent: list[fx.Node] = []
-        for node in list(graph.nodes)[place[launch] + 1 : place[following]]:
+        for node in list(graph.nodes)[place[launch] + 1 : place[target]]:
             waits_here = node.target is WAIT and node.args[0] is launch
             if waits_here or any(needed in dependent for needed in node.all_input_nodes):
                 dependent.append(node)
-        if any(needed in dependent for needed in following.all_input_nodes):
+        if any(needed in dependent for needed in target.all_input_nodes):
             continue
         for node in dependent:
-            following.prepend(node)
+            target.prepend(node)
+
+
+def _packing_of(reduction: fx.Node) -> fx.Node:
+    """What allocates a reduction's input: the one before must be over by then, for one input to be alive at a time."""
+    node = reduction.all_input_nodes[0]
+    while len(node.all_input_nodes) == 1 and node.target not in COLLECTIVES and node.target is not WAIT:
+        if node.target is PACK:
+            return node
+        node = node.all_input_nodes[0]
+    return node if node.target is PACK else reduction
+
+
+def weights_read_late(graph: fx.Graph) -> list[fx.Node]:
+    """What forward computes elementwise from gathered weights and backward reads, once these are gathered again.
+
+    A compiler would rather compute it again from the forward's weights, an embedding for example, and so keep them.
+    """
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    waits = {node.args[0]: node for node in graph.nodes if node.target is WAIT}
+    again: dict[object, fx.Node] = {}
+    found: list[fx.Node] = []
+    for launch in reversed([node for node in graph.nodes if node.target is GATHER]):
+        later = again.get(launch.args[0])
+        again[launch.args[0]] = launch
+        if later is None or launch not in waits:
+            continue
+        derived, queue = {waits[launch]}, [waits[launch]]
+        while queue:
+            for user in queue.pop().users:
+                if user in derived or place[user] >= place[later] or not _is_read_through(user):
+                    continue
+                derived.add(user)
+                if user.target not in VIEWS and any(place[reader] > place[later] for reader in user.users):
+                    found.append(user)
+                else:
+                    queue.append(user)
+    return found
+
+
+def _is_read_through(node: fx.Node) -> bool:
+    """Whether a compiler computes the node where it is read."""
+    tags = getattr(node.target, "tags", ())
+    return node.target in VIEWS or node.target in _LOOKUPS or torch.Tag.pointwise in tags

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from .mesh import AbstractMesh, check_abstract_mesh
 from .placement import Placements, ShardLayout, check_placements, with_block_size
 from .precision import MixedPrecisionPolicy, check_precision
 from .runtime import RuntimePolicy, check_runtime
-from .spec import LeafSpec, ShardSpec
+from .spec import LeafSpec, ShardSpec, ready
 
 
 def plan(
@@ -100,16 +99,7 @@ def plan(
     assert spec is not None
     axes = collectives.axes_of(mesh, separate_reductions=runtime.overlap_allgather_reduction)
     groups = tuple(dataclasses.replace(group, axes=axes) for group in spec.groups)
-    return _ready(dataclasses.replace(spec, groups=groups))
-
-
-def _ready(spec: ShardSpec) -> ShardSpec:
-    """Fill every cached property now: steps only read, and compilers, which can't trace the caching, find values."""
-    for facts in (*spec.groups, spec):
-        for name, member in vars(type(facts)).items():
-            if isinstance(member, functools.cached_property):
-                getattr(facts, name)
-    return spec
+    return ready(dataclasses.replace(spec, groups=groups))
 
 
 def _shard_layout(value: str | ShardLayout) -> ShardLayout | None:

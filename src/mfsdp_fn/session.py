@@ -11,6 +11,7 @@ Private torch API here, each with a test that fails when it goes: `UntypedStorag
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import Any
@@ -256,6 +257,23 @@ def _refuse_reentrant_checkpoint() -> None:
         if code.co_name == "forward" and code.co_filename.endswith("checkpoint.py") and "torch" in code.co_filename:
             raise _reentrant_error()
         frame = frame.f_back
+
+
+@functools.cache
+def opaque_session() -> type[Session]:
+    """The session for programs that compile something: a compiled loss breaks its graph at each `unshard`.
+
+    Not the only one, since `torch.compiler.disable` imports the compiler, which takes seconds.
+    """
+    disable = functools.partial(
+        torch.compiler.disable, reason="unshard inside value_and_grad is eager; compile the whole of it with mf.compile"
+    )
+
+    class OpaqueSession(Session):
+        launch = disable(Session.launch)
+        gather = disable(Session.gather)
+
+    return OpaqueSession
 
 
 def refuse_reentrant_graph(outputs: list[torch.Tensor], session: Session) -> None:

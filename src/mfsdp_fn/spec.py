@@ -16,6 +16,15 @@ from .placement import Placements
 from .runtime import RuntimePolicy
 
 
+class History:
+    """Whether a call has run with a spec: CUDA graphs must not capture a first one. No result depends on it."""
+
+    __slots__ = ("ran",)
+
+    def __init__(self) -> None:
+        self.ran = False
+
+
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
     """One leaf of the planned tree: what it is, and which tensor of which group holds it."""
@@ -48,6 +57,7 @@ class ShardSpec:
     text_digest: str
     # 0-D, requires grad: what lets buffers that don't enter autograd. A compiler takes such a tensor only as an input.
     anchor: torch.Tensor
+    history: History = dataclasses.field(default_factory=History, compare=False, repr=False)
 
     def digest(self) -> str:
         """A hexadecimal digest of everything that ranks must agree on."""
@@ -199,3 +209,12 @@ class ShardSpec:
 def _windows(path: units.Path, depth: int) -> tuple[units.Path, ...]:
     """The runs of `depth` consecutive components of a path."""
     return tuple(path[start : start + depth] for start in range(len(path) - depth + 1))
+
+
+def ready(spec: ShardSpec) -> ShardSpec:
+    """Fill every cached property now: steps only read, and compilers, which can't trace the caching, find values."""
+    for facts in (*spec.groups, spec):
+        for name, member in vars(type(facts)).items():
+            if isinstance(member, functools.cached_property):
+                getattr(facts, name)
+    return spec

@@ -16,6 +16,7 @@ from . import collectives, reduction
 from .graph import REGATHER
 from .group import GroupSpec
 from .model_weights import weights_of
+from .packing import pack
 from .spec import ShardSpec
 from .state import ShardState, Stage, UnitState
 from .unsharding import unit_values
@@ -73,21 +74,12 @@ def _views(group: GroupSpec, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _reduce(group: GroupSpec, grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """One microbatch's contribution, in the gradient placement."""
     dtype = group.dtypes.reduce if group.grad_scatters else group.dtypes.grad
-    order = sorted(range(len(grads)), key=lambda index: group.views[index][0])
-    parts: list[torch.Tensor] = []
-    end = 0
-    for index in order:  # one concatenation: the compiler fuses the casts into it
-        offset, _, numel = group.views[index]
-        if not numel:
-            continue
-        if offset > end:
-            parts.append(grads[index].new_zeros(offset - end, dtype=dtype))
-        grad = grads[index].reshape(-1)
-        parts.append((grad.float() * group.scale if reduction.scales_first(group) else grad).to(dtype))
-        end = offset + numel
-    if group.layout.size > end:
-        parts.append(grads[0].new_zeros(group.layout.size - end, dtype=dtype))
-    return reduction.accumulate(group, reduction.launch(group, torch.cat(parts)), None)
+    if reduction.scales_first(group):
+        grads = [grad.float() * group.scale for grad in grads]
+    offsets = [offset for offset, _, _ in group.views]
+    gaps = [number for gap in group.gaps for number in gap]
+    packed = pack(list(grads), offsets, gaps, group.layout.size, dtype)
+    return reduction.accumulate(group, reduction.launch(group, packed), None)
 
 
 class Session:
