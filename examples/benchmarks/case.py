@@ -61,23 +61,25 @@ class Case:
 
 
 class Blocks:
-    """A module whose blocks can run eagerly or compiled, with the same weights.
+    """A module whose blocks can run eagerly or compiled in place, with the same weights.
 
-    `compile()` before sharding, as FSDP2's documentation has it; to run eagerly a block is given back its plain call,
-    which is what it had before.
+    `block.compile()` is what FSDP2's documentation has; it replaces the block's plain call, which is given back to run
+    eagerly. Hooks are inside that call, so it makes no difference whether it comes before or after sharding.
     """
 
     def __init__(self, module: Model) -> None:
-        self.module, self.compiled = module, True
-        for block in module.blocks:
-            block.compile(dynamic=False)
-        self.calls = [block._compiled_call_impl for block in module.blocks]
+        self.module, self.compiled = module, False
+        self.calls: list[Any] = []
 
     def use(self, *, compiled: bool) -> Model:
-        if compiled is not self.compiled:
+        if compiled and not self.calls:
+            for block in self.module.blocks:
+                block.compile(dynamic=False)
+            self.calls = [block._compiled_call_impl for block in self.module.blocks]
+        elif compiled is not self.compiled:
             for block, call in zip(self.module.blocks, self.calls, strict=True):
                 block._compiled_call_impl = call if compiled else None
-            self.compiled = compiled
+        self.compiled = compiled
         return self.module
 
 

@@ -90,9 +90,7 @@ def _make_ddp(case: Case) -> _Trained:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
         wrapped.register_comm_hook(None, bf16_compress_hook)
-    blocks = Blocks(module)
-    blocks.use(compiled=False)
-    return _Trained(blocks, wrapped, _adamw(module, case))
+    return _Trained(Blocks(module), wrapped, _adamw(module, case))
 
 
 def ddp(case: Case) -> Contender:

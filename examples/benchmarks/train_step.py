@@ -142,11 +142,12 @@ def main() -> int:
         print(*CONTENDERS, sep="\n")
         return 0
     world = begin()
-    # A contender that ran out of recompilations would go on eagerly in silence.
-    torch._dynamo.config.recompile_limit = 256
-    torch._dynamo.config.accumulated_recompile_limit = 4096
     names = args.only or (quick() if args.quick else list(CONTENDERS))
     names = [name for name in names if name not in args.skip]
+    if compiling := set(names) - set(quick()):
+        # A contender that ran out of recompilations would go on eagerly in silence.
+        torch._dynamo.config.recompile_limit = 256
+        torch._dynamo.config.accumulated_recompile_limit = 4096
     regimes = [(s, t, r) for s in args.size for r in args.reduce for t in args.tokens]
     world.say(world.describe())
     result: dict[str, Any] = {"machine": world.describe(), "ranks": world.size, "predictions": {}, "rows": []}
@@ -155,7 +156,8 @@ def main() -> int:
         spec = predicted_spec(SIZES[size], world.size, torch.bfloat16, DTYPES[reduce])
         result["predictions"][f"{size} {reduce}"] = dataclasses.asdict(predict(spec))
     for size, tokens, reduce in regimes:
-        torch.compiler.reset()
+        if compiling:
+            torch.compiler.reset()
         rows = measured(world, case_of(world, size, tokens, reduce), names, args)
         limit = args.limit or {"fp32": 1e-2, "bf16": 2e-2}[reduce]
         compared(rows, limit, 5 * limit)
