@@ -12,7 +12,7 @@ import pytest
 import torch
 from comparison import compared
 from measure import attempt
-from model import SIZES, build
+from model import SIZES
 from overlap import read
 from prediction import describe, predict
 from table import table
@@ -181,21 +181,25 @@ def test_a_trace_is_read() -> None:
     assert (reading.overlapping("gather"), reading.overlapping("reduction")) == (1, 1)
 
 
+PROGRAMS = {
+    ("collective_bandwidth.py", "--megabytes", "0.5", "--rounds", "1", "--dtype", "fp32"): "no owner exchange",
+    ("overlap.py",): "nothing to read",
+    ("prediction.py", "--size", "tiny"): "over 64 rank(s)",
+    ("optimizer_step.py", "--size", "tiny", "--tokens", "16", "--rounds", "1", "--brief"): "muon iteration over",
+}
+
+
 def test_other_programs_run() -> None:
     benchmarks = EXAMPLES / "benchmarks"
-    for options, said in {
-        ("collective_bandwidth.py", "--megabytes", "0.5", "--rounds", "1", "--dtype", "fp32"): "no owner exchange",
-        ("overlap.py",): "nothing to read",
-        ("prediction.py", "--size", "tiny"): "over 64 rank(s)",
-        ("optimizer_step.py", "--size", "tiny", "--tokens", "16", "--rounds", "1", "--brief"): "muon iteration over",
-    }.items():
-        done = run(benchmarks / options[0], *options[1:])
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert said in done.stdout
-
-
-def test_every_contender_has_the_same_model() -> None:
-    module = build(SIZES["tiny"], torch.device("cpu"))
-    again = build(SIZES["tiny"], torch.device("cpu"))
-    for (name, one), (_, other) in zip(module.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
+    # One after the other in one process: importing torch takes longer than they do.
+    program = (
+        f"import runpy, sys; sys.path.insert(0, {str(benchmarks)!r})\n"
+        f"for name, *options in {list(PROGRAMS)!r}:\n"
+        f"    sys.argv = [name, *options]; runpy.run_path({str(benchmarks)!r} + '/' + name, run_name='__main__')\n"
+        "    print('=====')\n"
+    )
+    done = run("-c", program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outputs = done.stdout.split("=====")
+    for (options, said), output in zip(PROGRAMS.items(), outputs, strict=False):
+        assert said in output, options
