@@ -47,7 +47,7 @@ def pack_segments(
         if the search finds none below `limit`.
 
     >>> pack_segments((10, 14), (5, 7), 2, 1, 35)  # rows of 5 and 7; the chunk rule needs 35 a rank
-    ((0, 10), 17)
+    ((0, 14), 14)
     """
     kinds = {(numel, align) for numel, align in zip(numels, aligns, strict=True) if numel}
     if not kinds:
