@@ -27,7 +27,9 @@ def misaligned_segments(group: GroupSpec) -> int:
 def explain(spec: ShardSpec) -> str:
     """Two tables, a line a group: what it holds; and what was predicted for its layout, and why it was picked."""
     held = [("group", "tensors", "elements", "padding", "local MiB", "gathered MiB", "off 16 B", "boundaries off")]
-    predicted = [("group", "padding", "(chunk rule)", "segment", "largest unpadded", "layout", "why")]
+    predicted: list[Sequence[str]] = [
+        ("group", "padding", "(chunk rule)", "segment", "largest unpadded", "layout", "why")
+    ]
     for group in spec.groups:
         numel = sum(numel for _, _, numel in group.views)
         local = (group.main_range.stop - group.main_range.start) * group.dtypes.main.itemsize

@@ -13,11 +13,12 @@ from . import layout_builder
 from .collectives import Axis, Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
+from .group_order import aligned_order, rotated_order, turns_of
+from .group_parts import group_parts
 from .layout import GlobalLayout
-from .layout_choice import ALIGNMENT, THRESHOLD, LayoutChoice, choose_layout, unit_of
+from .layout_choice import LayoutChoice, choose_layout, unit_of
 from .placement import BlockAtomic, Placements, ShardLayout, TensorAtomic, sharded_axes
 from .precision import GroupDtypes, MixedPrecisionPolicy
-from .row_rules import split_by_rows
 from .spec import LeafSpec
 
 
@@ -52,21 +53,21 @@ def make_groups(
             continue
         members.setdefault((leaf.unit, leaf.dtype, leaf.requires_grad), []).append(number)
     axes = tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
+    turns = turns_of(members, leaves)
     groups: list[GroupSpec] = []
     slot: dict[int, tuple[int, int]] = {}
     for (unit, dtype, requires_grad), numbers in members.items():
         dtypes = precision.resolve(dtype, requires_grad=requires_grad)
-        ordered = _aligned_order(numbers, leaves, dtypes)
+        ordered = aligned_order(numbers, leaves, dtypes)
         kind = f"{str(dtype).removeprefix('torch.')}{'' if requires_grad else ' frozen'}"
-        for rows, members_, layout, choice in _parts(
-            [leaves[number] for number in ordered],
-            placements,
-            axes,
-            shard_layout,
-            owners,
-            unit_of((dtypes.compute.itemsize, dtypes.reduce.itemsize)),
-            split_by_row_size,
-        ):
+        turned = rotated_order(ordered, leaves, dtypes, *turns[unit, dtype, requires_grad])
+
+        def layout_of(part: Sequence[int], dtypes: GroupDtypes = dtypes) -> tuple[GlobalLayout, LayoutChoice]:
+            width = unit_of((dtypes.compute.itemsize, dtypes.reduce.itemsize))
+            return _layout([leaves[number] for number in part], placements, axes, shard_layout, owners, width)
+
+        orders = [ordered] if turned == ordered else [turned, ordered]
+        for rows, part, layout, choice in group_parts(orders, leaves, layout_of, split=split_by_row_size):
             groups.append(
                 GroupSpec(
                     name=f"{unit or '(root)'} {kind}{rows}",
@@ -74,7 +75,7 @@ def make_groups(
                     number=len(groups),
                     dtype=dtype,
                     requires_grad=requires_grad,
-                    paths=tuple(leaves[ordered[place]].path for place in members_),
+                    paths=tuple(leaves[number].path for number in part),
                     layout=layout,
                     placements=placements,
                     dtypes=dtypes,
@@ -85,7 +86,7 @@ def make_groups(
                     choice=choice,
                 )
             )
-            slot.update((ordered[place], (len(groups) - 1, index)) for index, place in enumerate(members_))
+            slot.update((number, (len(groups) - 1, index)) for index, number in enumerate(part))
     _check_owners(owners, groups, placements)
     placed = tuple(
         dataclasses.replace(leaf, group=slot[first][0], index=slot[first][1])
@@ -124,72 +125,43 @@ def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
         )
 
 
-def _aligned_order(numbers: Sequence[int], leaves: tuple[LeafSpec, ...], dtypes: GroupDtypes) -> list[int]:
-    """Tensors that keep the next one on a 16-byte boundary first, odd-sized ones last, otherwise in order."""
-    size = min(dtypes.compute.itemsize, dtypes.main.itemsize)
-    return sorted(numbers, key=lambda number: leaves[number].shape.numel() * size % ALIGNMENT != 0)
-
-
-Part = tuple[str, list[int], GlobalLayout, LayoutChoice]
-
-
-def _parts(
+def _layout(
     leaves: Sequence[LeafSpec],
     placements: Placements,
     axes: Sequence[Axis],
     shard_layout: ShardLayout | None,
     owners: Mapping[str, int] | None,
     unit: int,
-    split_by_row_size: bool,
-) -> list[Part]:
-    """The groups that some leaves make: what to add to the name, which of the leaves, their layout and why it is."""
+) -> tuple[GlobalLayout, LayoutChoice]:
+    """The layout of one group over all the shards that its finest placement makes, and why it is that one."""
     order = sharded_axes(placements.optimizer)
     shards = math.prod(axes[axis].size for axis in order)
-    everything = list(range(len(leaves)))
-    if any(isinstance(placements.optimizer[axis], TensorAtomic) for axis in order):
-        layout = _owned_layout(leaves, shards, owners)
-        return [("", everything, layout, LayoutChoice("owners", "each tensor whole at its owner"))]
-    blocks = {p.block_size if isinstance(p, BlockAtomic) else 1 for p in placements.optimizer if p.is_sharded}
-    block_size = math.lcm(*blocks) if blocks else 1
-
-    def choose(places: Sequence[int]) -> tuple[GlobalLayout, LayoutChoice]:
-        depths = tuple(leaves[place].leading_dims for place in places)
-        return choose_layout(
-            [leaves[place].shape for place in places],
-            shards,
-            block_size=block_size,
-            shard_layout=shard_layout,
-            unit=unit,
-            leading_dims=depths if any(depth > 1 for depth in depths) else (),
-        )
-
-    layout, choice = choose(everything)
-    numels = {place: leaf.shape.numel() for place, leaf in enumerate(leaves)}
-    # What more collectives cost is worth paying only where padding is more than little.
-    if split_by_row_size and choice.padding > THRESHOLD * sum(numels.values()):
-        rows = {place: leaf.shape[leaf.leading_dims :].numel() for place, leaf in enumerate(leaves)}
-        parts = [
-            (f" rows of {row}", places, *choose(places)) for row, places in split_by_rows(everything, rows, numels)
-        ]
-        if sum(part[3].padding for part in parts) < choice.padding:
-            return parts
-    return [("", everything, layout, choice)]
-
-
-def _owned_layout(leaves: Sequence[LeafSpec], shards: int, owners: Mapping[str, int] | None) -> GlobalLayout:
-    missing = [leaf.path for leaf in leaves if leaf.path not in (owners or {})]
-    if missing:
-        raise PlanError(
-            bad(
-                "owners",
-                f"no owner for {missing[0]!r} (and {len(missing) - 1} more)",
-                f"a shard in [0, {shards}) for every path",
-                "add it to owners",
+    shapes, paths = [leaf.shape for leaf in leaves], [leaf.path for leaf in leaves]
+    kinds = {type(placements.optimizer[axis]) for axis in order}
+    if TensorAtomic in kinds:
+        missing = [path for path in paths if path not in (owners or {})]
+        if missing:
+            raise PlanError(
+                bad(
+                    "owners",
+                    f"no owner for {missing[0]!r} (and {len(missing) - 1} more)",
+                    f"a shard in [0, {shards}) for every path",
+                    "add it to owners",
+                )
             )
-        )
-    assert owners is not None
-    shapes = [leaf.shape for leaf in leaves]
-    return layout_builder.build_for_tensor_atomic(shapes, shards, tensor_owners=[owners[leaf.path] for leaf in leaves])
+        assert owners is not None
+        layout = layout_builder.build_for_tensor_atomic(shapes, shards, tensor_owners=[owners[path] for path in paths])
+        return layout, LayoutChoice("owners", "each tensor whole at its owner")
+    blocks = {p.block_size if isinstance(p, BlockAtomic) else 1 for p in placements.optimizer if p.is_sharded}
+    depths = tuple(leaf.leading_dims for leaf in leaves)
+    return choose_layout(
+        tuple(shapes),
+        shards,
+        block_size=math.lcm(*blocks) if blocks else 1,
+        shard_layout=shard_layout,
+        unit=unit,
+        leading_dims=depths if any(depth > 1 for depth in depths) else (),
+    )
 
 
 def _check_owners(owners: Mapping[str, int] | None, groups: Sequence[GroupSpec], placements: Placements) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -49,8 +50,9 @@ def unit_of(itemsizes: Sequence[int]) -> int:
     return max(ALIGNMENT // math.gcd(ALIGNMENT, size) for size in itemsizes)
 
 
+@functools.lru_cache(maxsize=256)  # a model's layers are mostly alike
 def choose_layout(
-    shapes: Sequence[torch.Size],
+    shapes: tuple[torch.Size, ...],
     ranks: int,
     *,
     block_size: int = 1,
@@ -76,11 +78,11 @@ def choose_layout(
         unit: elements in 16 bytes, of the narrowest dtype in use.
         leading_dims: see `GlobalLayout`.
 
-    >>> shapes = [torch.Size([2, 5]), torch.Size([2, 7])]
+    >>> shapes = (torch.Size([2, 5]), torch.Size([2, 7]))
     >>> layout, choice = choose_layout(shapes, 2)
     >>> layout.rank_to_offset, layout.tensor_to_offset, choice.chunk_rule
     ((0, 14, 28), (0, 14), 46)
-    >>> choice = choose_layout([torch.Size([3, 5]), torch.Size([3, 7])], 5, shard_layout=None)[1]
+    >>> choice = choose_layout((torch.Size([3, 5]), torch.Size([3, 7])), 5, shard_layout=None)[1]
     >>> choice.picked, choice.why
     ('unpadded', 'padded is 40.00 % longer: more than 1/32')
     """
@@ -98,7 +100,7 @@ def choose_layout(
         picked, why = _pick(segment, widest)
     choice = LayoutChoice(picked.value, why, padded.size - numel, segment, widest, seed.size - numel)
     layout = padded if picked is ShardLayout.PADDED else ragged
-    return dataclasses.replace(layout, tensor_shapes=tuple(shapes), leading_dims=leading_dims), choice
+    return dataclasses.replace(layout, tensor_shapes=shapes, leading_dims=leading_dims), choice
 
 
 def _pick(padded: int, ragged: int) -> tuple[ShardLayout, str]:

@@ -12,7 +12,6 @@ that leaves the smallest gap before it, and tensors smaller than the largest blo
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +27,6 @@ _PAIRS = 16  # that may be put before the one that is cut: bounds the time where
 Kind = tuple[int, int]  # elements of a tensor, and of one of its blocks
 
 
-@functools.lru_cache(maxsize=64)  # a model's layers are mostly alike
 def pack_segments(
     numels: tuple[int, ...], aligns: tuple[int, ...], ranks: int, unit: int, limit: int
 ) -> tuple[tuple[int, ...], int] | None:
