@@ -105,12 +105,12 @@ def choose_layout(
 
 def _pick(padded: int, ragged: int) -> tuple[ShardLayout, str]:
     if padded <= ragged:
-        return ShardLayout.PADDED, "ragged is no shorter"
+        return ShardLayout.PADDED, "unpadded is no shorter"
     longer = Fraction(padded - ragged, ragged)
     text = f"{float(longer):.2%}".replace("%", " %")
     if longer > THRESHOLD:
         return ShardLayout.UNPADDED, f"padded is {text} longer: more than {THRESHOLD}"
-    return ShardLayout.PADDED, f"{text} longer than ragged: at most {THRESHOLD}"
+    return ShardLayout.PADDED, f"{text} longer than unpadded: at most {THRESHOLD}"
 
 
 def _denser(seed: GlobalLayout, ranks: int, block_size: int, unit: int) -> GlobalLayout:

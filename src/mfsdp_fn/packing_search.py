@@ -184,7 +184,8 @@ def _fill(queue: _Queue, fragments: _Fragments, offsets: list[int], end: int, si
             continue
         gap, kind, fits = _choose(queue.kinds, room, size, unit)
         if kind is None or not fits:
-            for index, offset in fragments.fill(end, start + gap, unit):
+            # What rounding up left behind counts too, unless it ends the segment: a fragment would straddle.
+            for index, offset in fragments.fill(end if start % size else start, start + gap, unit):
                 offsets[index] = offset
             start += gap
         end = start
