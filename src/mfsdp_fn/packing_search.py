@@ -20,7 +20,8 @@ from itertools import islice
 from .chunk_packing import round_up
 
 _TRIES = 8  # segment sizes tried on the way up, and
-_REFINEMENTS = 4  # on the way back down
+_REFINEMENTS = 8  # on the way back down, until
+_CLOSE = 8192  # what could still be gained is no more than this part of it
 _CHOICES = 64  # kinds of tensors that may be cut by a boundary, and
 _PAIRS = 16  # that may be put before the one that is cut: bounds the time where all tensors differ
 
@@ -68,7 +69,7 @@ def pack_segments(
         return None
     for _ in range(_REFINEMENTS):  # the last step up may have been too long
         size = sizes.at_least((failed + best[1]) // 2)
-        if not failed < size < best[1]:
+        if not failed < size < best[1] or (best[1] - failed) * _CLOSE <= best[1]:
             break
         offsets, end = _place(numels, aligns, size, unit)
         if end <= size * ranks:
