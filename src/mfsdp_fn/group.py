@@ -20,8 +20,9 @@ from .ranges import Range
 class GroupSpec:
     """The tensors of one (unit, dtype, requires_grad), or of one row size of those, laid out in one flat buffer.
 
-    `paths` and `layout` are in buffer-planning order: matrices that keep the next one aligned come first. A tied
-    tensor counts once, under the path it has first. `axes` are this rank's communicators over `mesh`.
+    `paths` and `layout` are in buffer-planning order: tensors that keep the next one aligned come first, and layers
+    that look alike begin with different matrices. A tied tensor counts once, under the path it has first. `axes` are
+    this rank's communicators over `mesh`; `choice` is what was predicted for the layout, and why it was picked.
     """
 
     name: str
