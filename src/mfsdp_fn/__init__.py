@@ -15,6 +15,7 @@ from .layout_builder import (
     build_for_tensor_atomic,
     build_row_atomic_layout,
 )
+from .layout_choice import LayoutChoice
 from .mesh import AbstractMesh
 from .model_weights import sync_model_weights
 from .module import functional_call, params_of
@@ -62,6 +63,7 @@ __all__ = [
     "GlobalLayout",
     "GroupOwnerLayout",
     "GroupSpec",
+    "LayoutChoice",
     "LayoutError",
     "LeafSpec",
     "MfsdpError",

@@ -19,7 +19,7 @@ def description(
     """What ranks must agree on, a line a fact, leaves first."""
     lines = [
         f"leaf {leaf.path!r}: {tuple(leaf.shape)} {leaf.dtype} requires_grad={leaf.requires_grad} unit={leaf.unit!r} "
-        f"group={leaf.group} index={leaf.index}"
+        f"group={leaf.group} index={leaf.index}{f' leading_dims={leaf.leading_dims}' if leaf.leading_dims > 1 else ''}"
         for leaf in leaves
     ]
     for group in groups:

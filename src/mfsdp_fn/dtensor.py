@@ -75,17 +75,23 @@ def _is_plain(group: GroupSpec) -> bool:
         for axis in order:
             for rank in range(group.axes[axis].size):
                 first, rows = _chunk(shape[0], [group.axes[axis]], [rank])
-                held = group.layout.local_shape(index, rank)[0]
-                row = shape[1:].numel()
-                start = max(group.layout.rank_range(rank).start - offset, 0) // row if row else 0
-                if held != rows or (rows and start != first):
+                held, row = group.layout.local_range(index, rank), shape[1:].numel()
+                if (rows and not row) or held.size != rows * row:
+                    return False
+                if rows and held.start != offset + first * row:
                     return False
     return True
 
 
 def _rows_held(group: GroupSpec, main: torch.Tensor) -> list[torch.Tensor]:
     views = group.local_views(main, group.main_range)
-    return [views.get(i, main.new_empty((0, *shape[1:]))) for i, (_, shape, _) in enumerate(group.views)]
+    found = []
+    for index, (_, shape, numel) in enumerate(group.views):
+        if index in views:  # whole rows of dim 0, whatever a row of the layout is
+            found.append(views[index].view(-1, *shape[1:]) if shape else views[index])
+        else:
+            found.append(main.new_empty((0, *shape[1:]) if numel else shape))
+    return found
 
 
 def _rows_wanted(group: GroupSpec, main: torch.Tensor) -> list[torch.Tensor]:

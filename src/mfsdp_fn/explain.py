@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from .layout_choice import ALIGNMENT
 
 if TYPE_CHECKING:
     from .group import GroupSpec
     from .spec import ShardSpec
-
-ALIGNMENT = 16  # bytes: what a vector load or a matrix kernel wants a matrix to start at
 
 
 def misaligned(group: GroupSpec) -> int:
@@ -17,32 +18,50 @@ def misaligned(group: GroupSpec) -> int:
     return sum(1 for offset, shape, numel in group.views if len(shape) >= 2 and numel and offset * size % ALIGNMENT)
 
 
+def misaligned_segments(group: GroupSpec) -> int:
+    """How many of the rank boundaries lie off 16 bytes, in the dtype that is gathered or the one that is reduced."""
+    size = min(group.dtypes.compute.itemsize, group.dtypes.reduce.itemsize)
+    return sum(1 for offset in group.layout.rank_to_offset if offset * size % ALIGNMENT)
+
+
 def explain(spec: ShardSpec) -> str:
-    """One line a group: tensors, elements, padding, this rank's bytes, misaligned matrices."""
-    rows = [("group", "tensors", "elements", "padding", "local MiB", "gathered MiB", "off 16 B")]
+    """Two tables, a line a group: what it holds; and what was predicted for its layout, and why it was picked."""
+    held = [("group", "tensors", "elements", "padding", "local MiB", "gathered MiB", "off 16 B", "boundaries off")]
+    predicted: list[Sequence[str]] = [
+        ("group", "padding", "(chunk rule)", "segment", "largest unpadded", "layout", "why")
+    ]
     for group in spec.groups:
         numel = sum(numel for _, _, numel in group.views)
         local = (group.main_range.stop - group.main_range.start) * group.dtypes.main.itemsize
         if group.has_compute:
             local += (group.compute_range.stop - group.compute_range.start) * group.dtypes.compute.itemsize
         padding = (group.layout.size - numel) / numel if numel else 0.0
-        rows.append(
+        size, choice = group.dtypes.compute.itemsize, group.choice
+        held.append(
             (
                 group.name,
                 str(len(group.paths)),
                 f"{numel:,}",
                 f"{padding:.2%}",
                 f"{local / 2**20:.2f}",
-                f"{group.layout.size * group.dtypes.compute.itemsize / 2**20:.2f}",
+                f"{group.layout.size * size / 2**20:.2f}",
                 str(misaligned(group)),
+                str(misaligned_segments(group)),
             )
         )
+        numbers = (choice.padding, choice.chunk_rule, choice.padded, choice.ragged)
+        predicted.append((group.name, *(f"{number * size:,}" for number in numbers), choice.picked, choice.why))
+    sizes = "x".join(str(axis.size) for axis in spec.groups[0].axes) if spec.groups else "-"
+    head = f"{len(spec.leaves)} leaves in {len(spec.groups)} groups of {len(spec.units)} units over {sizes} ranks"
+    title = "Predictions: bytes of padding and of a rank's segment with padding, of the largest segment without"
+    return "\n".join([head, *_table(held, {0}), title, *_table(predicted, {0, 5, 6})])
+
+
+def _table(rows: Sequence[Sequence[str]], texts: set[int]) -> list[str]:
+    """Lines; columns in `texts` are flush left, the others right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    sizes = "x".join(str(axis.size) for axis in spec.groups[0].axes) if spec.groups else "-"
-    head = f"{len(spec.leaves)} leaves in {len(spec.groups)} groups of {len(spec.units)} units over {sizes} ranks"
-    return "\n".join([head, *lines])
+        pairs = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(c.ljust(w) if i in texts else c.rjust(w) for i, (c, w) in pairs).rstrip())
+    return lines

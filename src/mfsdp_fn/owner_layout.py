@@ -271,12 +271,13 @@ def split_layout(layout: GlobalLayout, sizes: Mapping[int, tuple[int, ...]]) -> 
     >>> fine.tensor_shapes, fine.tensor_to_offset, origin
     ((torch.Size([4, 4]), torch.Size([2, 4])), (0, 16), (0, 0))
     """
-    shapes, offsets, origin = [], [], []
+    shapes, offsets, origin, leading = [], [], [], []
     for index, (shape, start) in enumerate(zip(layout.tensor_shapes, layout.tensor_to_offset, strict=True)):
         for rows in sizes.get(index, (shape[0],) if shape else (1,)):
             shapes.append(torch.Size((rows, *shape[1:])) if shape else shape)
             offsets.append(start)
+            leading += layout.leading_dims[index : index + 1]
             start += rows * math.prod(shape[1:])
             origin.append(index)
-    fine = GlobalLayout(tuple(shapes), tuple(offsets), layout.size, layout.rank_to_offset)
+    fine = GlobalLayout(tuple(shapes), tuple(offsets), layout.size, layout.rank_to_offset, tuple(leading))
     return fine, tuple(origin)

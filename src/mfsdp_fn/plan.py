@@ -20,6 +20,7 @@ from .grouping import make_groups
 from .mesh import AbstractMesh, check_abstract_mesh
 from .placement import Placements, ShardLayout, check_placements, with_block_size
 from .precision import MixedPrecisionPolicy, check_precision
+from .row_rules import check_row_rules, with_leading_dims
 from .runtime import RuntimePolicy, check_runtime
 from .spec import LeafSpec, ShardSpec, ready
 
@@ -37,6 +38,8 @@ def plan(
     grad_scale: float = 1.0,
     runtime: RuntimePolicy | None = None,
     namespace: str = "",
+    leading_dims: int | Mapping[str, int] = 1,
+    split_by_row_size: bool = False,
 ) -> ShardSpec:
     """Plan how a pytree of tensors is sharded.
 
@@ -49,12 +52,18 @@ def plan(
         placements: a preset (`ddp`, `zero1`, `zero2`, `zero3`, `hsdp`, `hfsdp`) or `Placements`.
         units: patterns of subtrees that are gathered together; what none matches goes to the root unit ``""``.
         precision: dtypes of the buffers.
-        shard_layout: "padded", "unpadded", "auto", or the enum.
+        shard_layout: "padded", "unpadded", "auto", or the enum. Auto pads a group unless that makes its largest
+            segment more than 1/32 longer; `spec.explain()` has both predictions. Padded segments are those of
+            `build_for_row_atomic`, or shorter where another placement of the tensors allows it.
         block_size: rows that are never cut apart.
         owners: for `TensorAtomic`, the owning shard of every tensor, by path.
         grad_scale: factor on every gradient, beside the mean over ranks.
         runtime: what is kept gathered and how far ahead things are launched.
         namespace: the optree namespace of the tree's registered containers.
+        leading_dims: how many leading dims count the rows of a tensor that has more: a number, or numbers by pattern
+            (as in `spec.select`). With 2 an (E, a, b) tensor is cut as E * a rows of b elements, inside experts.
+        split_by_row_size: make several groups of one, by row size, where that saves padding and there is more than
+            1/32 of it. Each is gathered and reduced by collectives of its own.
 
     Returns:
         The spec: equal on every rank.
@@ -92,6 +101,8 @@ def plan(
             grad_scale,
             runtime,
             namespace,
+            leading_dims,
+            split_by_row_size,
         )
     except Exception as error:  # whatever it is: other ranks must not wait for this one
         failure = error  # told to the other ranks first: they are about to compare digests
@@ -126,6 +137,8 @@ def _plan_alone(
     grad_scale: float,
     runtime: RuntimePolicy,
     namespace: str,
+    leading_dims: int | Mapping[str, int],
+    split_by_row_size: bool,
 ) -> ShardSpec:
     """The spec as this rank sees it, communicators left out."""
     if not isinstance(namespace, str):
@@ -142,7 +155,8 @@ def _plan_alone(
     placements = with_block_size(placements, block_size)
     tensors, paths, template = tree.flatten(params, namespace)
     tree.check_paths(paths)
-    leaves = _leaves(tensors, paths, patterns)
+    leaves = with_leading_dims(_leaves(tensors, paths, patterns), leading_dims)
+    check_row_rules(placements, shard_layout, leading_dims, split_by_row_size)
     leaves, groups = make_groups(
         tensors,
         leaves,
@@ -153,6 +167,7 @@ def _plan_alone(
         owners,
         float(grad_scale),
         runtime.store_compute_weights,
+        split_by_row_size,
     )
     if not any(leaf.requires_grad for leaf in leaves):
         raise PlanError(

@@ -61,10 +61,13 @@ def shard(params: Any, spec: ShardSpec, *, init_fn: InitFn | None = None) -> Sha
         value = _initial(leaf.path, given, init_fn) if given.is_meta else given.detach()
         if view is None:
             continue
-        offset = spec.groups[leaf.group].views[leaf.index][0]
-        row = leaf.shape[1:].numel() if leaf.shape else 1
-        first = max(spec.groups[leaf.group].main_range.start - offset, 0) // row
-        view.copy_(value[first : first + len(view)] if leaf.shape else value)
+        if not leaf.shape:
+            view.copy_(value)
+            continue
+        group = spec.groups[leaf.group]
+        row = group.layout.row_shape(leaf.index)
+        first = max(group.main_range.start - group.views[leaf.index][0], 0) // row.numel()
+        view.copy_(value.reshape(-1, *row)[first : first + len(view)])
     if not isinstance(spec.mesh, AbstractMesh):
         _equalise_replicas(spec, main)
     state = ShardState(main=tuple(main), compute=(None,) * len(main), spec=spec)

@@ -36,6 +36,7 @@ class LeafSpec:
     unit: str
     group: int = -1
     index: int = -1
+    leading_dims: int = 1  # how many of them count its rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -181,11 +182,10 @@ class ShardSpec:
         """
         found: set[str] = set()
         for pattern in patterns:
-            depth = len(units.split(pattern))
             hits = {
                 leaf.path
                 for leaf in self.leaves
-                if any(units.matches(pattern, part) for part in _windows(units.split(leaf.path), depth))
+                if any(units.matches(pattern, part) for part in path_windows(leaf.path, pattern))
             }
             if not hits:
                 raise PlanError(
@@ -206,11 +206,6 @@ class ShardSpec:
         return explain(self)
 
 
-def _windows(path: units.Path, depth: int) -> tuple[units.Path, ...]:
-    """The runs of `depth` consecutive components of a path."""
-    return tuple(path[start : start + depth] for start in range(len(path) - depth + 1))
-
-
 def ready(spec: ShardSpec) -> ShardSpec:
     """Fill every cached property now: steps only read, and compilers, which can't trace the caching, find values."""
     for facts in (*spec.groups, spec):
@@ -218,3 +213,9 @@ def ready(spec: ShardSpec) -> ShardSpec:
             if isinstance(member, functools.cached_property):
                 getattr(facts, name)
     return spec
+
+
+def path_windows(path: str, pattern: str) -> tuple[units.Path, ...]:
+    """The runs of consecutive components of a path that are as long as the pattern."""
+    parts, depth = units.split(path), len(units.split(pattern))
+    return tuple(parts[start : start + depth] for start in range(len(parts) - depth + 1))

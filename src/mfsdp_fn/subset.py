@@ -135,6 +135,7 @@ def _packed(layout: GlobalLayout, kept: Collection[int]) -> GlobalLayout:
         tensor_to_offset=tuple(before(layout.tensor_to_offset[index]) for index in kept),
         size=before(layout.size),
         rank_to_offset=tuple(before(offset) for offset in layout.rank_to_offset),
+        leading_dims=tuple(layout.leading_dims[index] for index in kept) if layout.leading_dims else (),
     )
 
 
