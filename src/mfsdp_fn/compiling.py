@@ -16,6 +16,7 @@ from torch import fx
 
 from . import graph
 from .errors import MfsdpError, bad
+from .simulation import refuse_compiling
 
 
 def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any) -> Callable[..., Any]:
@@ -52,6 +53,7 @@ def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # inside a larger step that is being compiled
             return step(*args, **kwargs)
+        refuse_compiling()
         from torch._dynamo import config as dynamo_config
         from torch._functorch import config as functorch_config
 

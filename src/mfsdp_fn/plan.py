@@ -22,6 +22,7 @@ from .mesh import AbstractMesh, check_abstract_mesh
 from .placement import Placements, ShardLayout, check_placements, with_block_size
 from .precision import MixedPrecisionPolicy, check_precision
 from .runtime import RuntimePolicy, check_runtime
+from .simulated_mesh import SimulatedMesh
 from .spec import LeafSpec, ShardSpec
 
 
@@ -76,7 +77,7 @@ def plan(
     precision, runtime = precision or MixedPrecisionPolicy(), runtime or RuntimePolicy()
     if isinstance(mesh, AbstractMesh):
         check_abstract_mesh(mesh)
-    elif not isinstance(mesh, DeviceMesh):
+    elif not isinstance(mesh, (DeviceMesh, SimulatedMesh)):
         raise PlanError(bad("mesh", repr(mesh), "a DeviceMesh or an AbstractMesh", "make one with init_device_mesh(…)"))
     failure: Exception | None = None
     spec: ShardSpec | None = None
