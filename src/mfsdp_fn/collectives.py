@@ -91,6 +91,16 @@ def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]
     return tuple(axes)
 
 
+def of_group(axes: Sequence[Axis], name: str) -> tuple[Axis, ...]:
+    """The same axes for one group's buffers: simulated ranks compare and record of which group a collective is."""
+    return tuple(
+        axis
+        if axis.simulated is None
+        else dataclasses.replace(axis, simulated=dataclasses.replace(axis.simulated, group=name))
+        for axis in axes
+    )
+
+
 def _reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     known = _reduction_groups.get(group)
     found = None if known is None else known()

@@ -100,7 +100,7 @@ def plan(
     agree(mesh, spec, failure)
     assert spec is not None
     axes = collectives.axes_of(mesh, separate_reductions=runtime.overlap_allgather_reduction)
-    groups = tuple(dataclasses.replace(group, axes=axes) for group in spec.groups)
+    groups = tuple(dataclasses.replace(group, axes=collectives.of_group(axes, group.name)) for group in spec.groups)
     return _ready(dataclasses.replace(spec, groups=groups))
 
 

@@ -25,6 +25,7 @@ class Collective:
     Args:
         kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast" or "all_to_all".
         axis: the name of the mesh axis; for one over several axes their names, joined by "+".
+        group: name of the group (of `ShardSpec.groups`) whose buffer it is; "" for norms and for exchanges with owners.
         dtype: of what travels.
         sent: bytes of this rank's input.
         received: bytes of this rank's result.
@@ -32,6 +33,7 @@ class Collective:
 
     kind: str
     axis: str
+    group: str
     dtype: torch.dtype
     sent: int
     received: int
@@ -128,6 +130,8 @@ class Arrival:
 class Communicator:
     """The ranks that share an axis, seen from one of them: `ranks` in ascending order, and its place among them.
 
+    `group` is the group whose buffers it is used for: two groups' buffers of one size are told apart by it.
+
     Collectives over an axis are one sequence, gathers and reductions together: stricter than two communicators, of
     which ranks need only agree about each.
     """
@@ -136,6 +140,7 @@ class Communicator:
     axis: str
     ranks: tuple[int, ...]
     place: int
+    group: str = ""
 
     def all_gather(self, local: torch.Tensor, sizes: Sequence[int]) -> Arrival:
         """1-D segments of `sizes` elements, end to end."""
@@ -209,14 +214,14 @@ class Communicator:
         prepare: Callable[[torch.Tensor], Any] = lambda kept: kept,
     ) -> Arrival:
         if torch.compiler.is_compiling():
-            refuse_compiling()
+            raise SimulationError(_COMPILED)
         if sent.device.type != "cpu":
             raise SimulationError(
                 bad("params", f"a {sent.device.type} tensor on a simulated rank", "CPU tensors", "move them to the CPU")
             )
         kept = sent.detach().clone()
         arrival = self._join(label, prepare(kept), combine, pick, sent.detach(), _bytes(kept))
-        made = Collective(kind, self.axis, sent.dtype, sent.nbytes, received * sent.itemsize)
+        made = Collective(kind, self.axis, self.group, sent.dtype, sent.nbytes, received * sent.itemsize)
         self.world.launched[self.ranks[self.place]].append(made)
         return arrival
 
@@ -230,6 +235,7 @@ class Communicator:
         kept: torch.Tensor | None,
     ) -> Arrival:
         """Give a part to this rank's next collective over the axis, which must be what the others say it is."""
+        label += f" of group {self.group!r}" if self.group else ""
         self.check_caller()
         self.world.turns.stop_if_failed()
         check_alone()
@@ -240,7 +246,7 @@ class Communicator:
         if exchange.label != label:
             first = f"{exchange.label} from rank {self.ranks[next(iter(exchange.parts))]}"
             mine = f"{label} from rank {self.ranks[self.place]}"
-            raise _disagreement(f"as collective {number} over axis {self.axis!r}: {first}, {mine}")
+            raise _disagreement(f"two kinds of collective {number} over axis {self.axis!r}: {first}, and {mine}")
         exchange.give(self.place, part)
         if exchange.complete():
             del line.open[number]
@@ -264,6 +270,14 @@ def check_alone() -> None:
         )
 
 
+_COMPILED = bad(
+    "step",
+    "a compiled step on a simulated rank",
+    "an eager one",
+    "leave mfsdp_fn.compile out: results are the same; test the compiled step on real processes",
+)
+
+
 def refuse_compiling() -> None:
     """Refuse a compiled step where ranks are simulated: a graph can't hold what they exchange.
 
@@ -271,14 +285,7 @@ def refuse_compiling() -> None:
         SimulationError: the caller is a simulated rank.
     """
     if on_a_rank():
-        raise SimulationError(
-            bad(
-                "step",
-                "a compiled step on a simulated rank",
-                "an eager one",
-                "leave mfsdp_fn.compile out: results are the same; test the compiled step on real processes",
-            )
-        )
+        raise SimulationError(_COMPILED)
 
 
 def _disagreement(got: str) -> OrderError:

@@ -20,13 +20,20 @@ class _Stopped(BaseException):
     """Unwinds a rank after another one has failed. Not an Exception: user code doesn't catch it by accident."""
 
 
+def _closed() -> threading.Lock:
+    """A lock that is waited for until another thread opens it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class _Rank(threading.Thread):
     """One function's thread. `waits_for` says what it waits for, and `ready` whether that has come."""
 
     def __init__(self, turns: Turns, number: int, call: Callable[[], Any], random: torch.Tensor) -> None:
         super().__init__(name=f"simulated rank {number}", daemon=True)
         self.turns, self.number, self.call, self.random = turns, number, call, random
-        self.turn = threading.Semaphore(0)
+        self.turn = _closed()
         self.ready: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] | None = None
         self.raising: BaseException | None = None  # what it cleans up after while it waits
@@ -38,9 +45,9 @@ class _Rank(threading.Thread):
         self.turn.acquire()
         # One thread for its operators too: each thread that starts a parallel region gets a team of its own.
         torch.set_num_threads(1)
-        torch.set_rng_state(self.random)
         try:
             if self.turns.failure is None:
+                torch.set_rng_state(self.random)
                 self.result = self.call()
         except _Stopped:
             pass
@@ -56,7 +63,7 @@ class Turns:
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
         self.failure: BaseException | None = None
-        self.all_ended = threading.Semaphore(0)
+        self.all_ended = _closed()
 
     def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run all of them to their end; what they return. Once only.
@@ -105,7 +112,8 @@ class Turns:
             me.ready, me.waits_for, me.raising = ready, waits_for, sys.exception()
             me.random = torch.get_rng_state()
             self.pass_on(me)
-            torch.set_rng_state(me.random)
+            if self.failure is None:  # else the caller's may have been put back
+                torch.set_rng_state(me.random)
             me.ready = me.waits_for = me.raising = None
         self.stop_if_failed(ready)
 
