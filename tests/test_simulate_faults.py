@@ -221,6 +221,11 @@ REFUSED: dict[str, tuple[Callable[[SimulatedMesh], Any], type[Exception], str]] 
         Unsupported,
         "`step` got a compiled step on a simulated rank",
     ),
+    "devices": (
+        lambda mesh: mf.reduce(dict.fromkeys(("l.0.w", "l.1.w"), torch.ones(2, 2, device="meta")), state_of(mesh).spec),
+        mf.SimulationError,
+        "`params` got a meta tensor on a simulated rank; expected CPU tensors; move them to the CPU",
+    ),
     "to_dtensors": (
         lambda mesh: mf.to_dtensors(state_of(mesh)),
         mf.StateError,

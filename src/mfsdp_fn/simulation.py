@@ -144,11 +144,13 @@ class Communicator:
 
     def all_gather(self, local: torch.Tensor, sizes: Sequence[int]) -> Arrival:
         """1-D segments of `sizes` elements, end to end."""
+        assert local.numel() == sizes[self.place]
         label = f"all_gather of {tuple(sizes)} elements of {local.dtype}"
         return self._launch("all_gather", label, local, sum(sizes), torch.cat, torch.clone)
 
     def reduce_scatter(self, full: torch.Tensor, sizes: Sequence[int]) -> Arrival:
         """This rank's segment of `sizes` elements of the sum."""
+        assert full.numel() == sum(sizes)
         start, size = sum(sizes[: self.place]), sizes[self.place]
         label = f"reduce_scatter to {tuple(sizes)} elements of {full.dtype}"
         return self._launch(
