@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import mfsdp_fn as mf
 import test_muon
 import test_value_and_grad
+import test_vjp
 from mfsdp_fn.testing import SimulatedMesh, simulate
 from models import (
     EXACT,
@@ -270,6 +271,11 @@ def test_any_tree_on_any_mesh(leaves: list[Any], case: Any, layout: str, micros:
 def test_every_way_of_using_units() -> None:
     """Checkpointed blocks, explicit launches, units used twice, saved tensors offloaded: as on real ranks."""
     run_simulated(4, test_value_and_grad.shapes_of_use)
+
+
+def test_interleaved_microbatches() -> None:
+    """`vjp` in the orders of a pipeline, as on real ranks."""
+    run_simulated(4, test_vjp.pipelines)
 
 
 class Normed(torch.nn.Module):

@@ -76,8 +76,8 @@ def simulate(world_size: int | tuple[int, ...], names: tuple[str, ...] | None = 
 
     Ranks are threads that run one at a time and take turns where they wait for a collective. So ranks that don't agree
     on their collectives, which hang in reality, are an error that names both; so is a write to a buffer that is still
-    travelling (say, a launch that is not waited for before a donating step). ``mesh.collectives`` lists what the rank
-    has launched so far.
+    travelling. ``mesh.collectives`` lists what the rank has launched so far (modes that count torch's operators see
+    none: no operator of torch.distributed runs).
 
     Each rank has a random generator of its own (torch's CPU generator; it starts as the caller's, which is left as it
     was). What else is global to a process is shared: `random`, numpy's generator, torch's default dtype, modules and
