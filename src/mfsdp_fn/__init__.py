@@ -4,7 +4,7 @@ from . import optim, testing
 from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad, vjp
 from .compiling import compile
 from .dtensor import to_dtensors
-from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, StateError
+from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, SimulationError, StateError
 from .gather_scatter import gather_to_owner, scatter_from_owner
 from .grad_sync import finish_grad_sync, reduce, reduce_outer
 from .group import GroupSpec
@@ -84,6 +84,7 @@ __all__ = [
     "ShardLayout",
     "ShardSpec",
     "ShardState",
+    "SimulationError",
     "Stage",
     "StateError",
     "TensorAtomic",

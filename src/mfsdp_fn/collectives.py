@@ -20,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import PlanError, StateError, bad
 from .mesh import AbstractMesh
+from .simulated_mesh import SimulatedMesh
+from .simulation import Arrival, Communicator
 
-Mesh = DeviceMesh | AbstractMesh
+Mesh = DeviceMesh | AbstractMesh | SimulatedMesh
 
 _ops = torch.ops._c10d_functional
 
@@ -38,13 +40,14 @@ _reduction_groups = weakref.WeakKeyDictionary()
 class Axis:
     """One mesh axis: its size, this rank's place on it, and the names of its two communicators.
 
-    The names are None on an `AbstractMesh`.
+    The names are None on an `AbstractMesh`, and on a simulated one, which has `simulated` instead.
     """
 
     size: int
     rank: int
     gather_group: str | None = dataclasses.field(default=None, compare=False)
     reduce_group: str | None = dataclasses.field(default=None, compare=False)
+    simulated: Communicator | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]:
@@ -64,6 +67,9 @@ def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]
         )
     if isinstance(mesh, AbstractMesh):
         return tuple(Axis(mesh.size(axis), coordinate[axis]) for axis in range(mesh.ndim))
+    if isinstance(mesh, SimulatedMesh):
+        pairs = [(Axis(mesh.size(axis), coordinate[axis]), mesh.communicator((axis,))) for axis in range(mesh.ndim)]
+        return tuple(dataclasses.replace(axis, simulated=communicator) for axis, communicator in pairs)
     axes = []
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
@@ -83,6 +89,16 @@ def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]
         for name in dict.fromkeys((axis.gather_group, axis.reduce_group)):
             _ops.wait_tensor(_ops.all_reduce(probe, "sum", name))
     return tuple(axes)
+
+
+def of_group(axes: Sequence[Axis], name: str) -> tuple[Axis, ...]:
+    """The same axes for one group's buffers: simulated ranks compare and record of which group a collective is."""
+    return tuple(
+        axis
+        if axis.simulated is None
+        else dataclasses.replace(axis, simulated=dataclasses.replace(axis.simulated, group=name))
+        for axis in axes
+    )
 
 
 def _reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -114,7 +130,10 @@ def exchange_objects(mesh: Mesh, obj: Any) -> list[Any]:
         return gathered
     for axis in reversed(range(mesh.ndim)):
         parts: list[Any] = [None] * mesh.size(axis)
-        dist.all_gather_object(parts, gathered, group=mesh.get_group(axis))
+        if isinstance(mesh, SimulatedMesh):
+            parts = mesh.communicator((axis,)).exchange_objects(gathered)
+        else:
+            dist.all_gather_object(parts, gathered, group=mesh.get_group(axis))
         gathered = [item for part in parts for item in part]
     return gathered
 
@@ -126,13 +145,13 @@ class PendingCollective:
     `sizes` are the true sizes of an uneven gather's segments, which were padded to the largest.
     """
 
-    raw: torch.Tensor
+    raw: torch.Tensor | Arrival
     sizes: tuple[int, ...] | None
     dtype: torch.dtype
 
     def wait(self) -> torch.Tensor:
         """The result, ordered after the collective on the current stream."""
-        done = _ops.wait_tensor(self.raw)
+        done = self.raw.wait() if isinstance(self.raw, Arrival) else _ops.wait_tensor(self.raw)
         if self.sizes is not None:
             widest = max(self.sizes)
             done = torch.cat([done.narrow(0, i * widest, size) for i, size in enumerate(self.sizes)])
@@ -165,7 +184,7 @@ def _is_alone(axis: Axis) -> bool:
 
     On a real mesh an axis of size 1 communicates like any other, which keeps one code path.
     """
-    return axis.size == 1 and axis.gather_group is None
+    return axis.size == 1 and axis.gather_group is None and axis.simulated is None
 
 
 def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:
@@ -176,6 +195,8 @@ def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending
     """
     if _is_alone(axis):
         return PendingCollective(local.clone(), None, local.dtype)
+    if axis.simulated is not None:
+        return PendingCollective(axis.simulated.all_gather(local, sizes), None, local.dtype)
     name = _group(axis.gather_group, "all-gather")
     wire = local if local.dtype in _WIRE_DTYPES else local.view(torch.uint8)
     scale = local.dtype.itemsize // wire.dtype.itemsize
@@ -205,6 +226,8 @@ def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pend
     """
     if _is_alone(axis):
         return PendingCollective(full.clone(), None, full.dtype)
+    if axis.simulated is not None:
+        return PendingCollective(axis.simulated.reduce_scatter(full, sizes), None, full.dtype)
     name = _group(axis.reduce_group, "reduce")
     widest = max(sizes)
     if all(size == widest for size in sizes):
@@ -222,11 +245,15 @@ def all_reduce(full: torch.Tensor, axis: Axis) -> PendingCollective:
     """Launch a sum all-reduce of `full` over `axis` (out of place)."""
     if _is_alone(axis):
         return PendingCollective(full.clone(), None, full.dtype)
+    if axis.simulated is not None:
+        return PendingCollective(axis.simulated.all_reduce(full), None, full.dtype)
     return PendingCollective(_ops.all_reduce(full, "sum", _group(axis.reduce_group, "reduce")), None, full.dtype)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis) -> PendingCollective:
     """Launch a broadcast of the first rank's `tensor` over `axis` (out of place)."""
+    if axis.simulated is not None:
+        return PendingCollective(axis.simulated.broadcast(tensor), None, tensor.dtype)
     wire = tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
     return PendingCollective(_ops.broadcast(wire, 0, _group(axis.gather_group, "broadcast")), None, tensor.dtype)
 
@@ -242,6 +269,7 @@ class Peers:
     this_rank: int
     group_order: tuple[int, ...]
     group: str | None = dataclasses.field(default=None, compare=False)
+    simulated: Communicator | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def ranks_of(mesh: Mesh, axes: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -266,9 +294,14 @@ def ranks_of(mesh: Mesh, axes: Sequence[int] | None = None) -> tuple[int, ...]:
     return tuple(table.permute([kept.index(axis) for axis in order]).reshape(-1).tolist())
 
 
+def world_of(mesh: Mesh) -> object:
+    """What tells communicators over one set of ranks from another's: what is kept for a mesh is kept under it."""
+    return mesh.world if isinstance(mesh, SimulatedMesh) else type(mesh)
+
+
 def this_rank(mesh: Mesh) -> int:
     """Global rank of the caller, which must be on the mesh."""
-    # From the mesh: where ranks are simulated in one process, `dist.get_rank()` is 0 on all of them.
+    # From the mesh: where ranks are simulated in one process, `dist.get_rank()` is none of theirs.
     return mesh.rank if isinstance(mesh, AbstractMesh) else int(mesh.mesh[tuple(mesh.get_coordinate() or ())])
 
 
@@ -290,6 +323,9 @@ def peers_of(mesh: Mesh, axes: Sequence[int] | None = None) -> Peers:
     wide = [axis for axis in order if mesh.size(axis) > 1]
     if not wide:
         return Peers(ranks, ranks[0], ranks)
+    if isinstance(mesh, SimulatedMesh):
+        communicator = mesh.communicator(wide)
+        return Peers(ranks, this_rank(mesh), communicator.ranks, simulated=communicator)
     group = mesh.get_group(wide[0])
     if len(wide) > 1:
         made = _joint_groups.setdefault(group, {})
@@ -307,6 +343,8 @@ def all_to_all(wire: torch.Tensor, receive: Sequence[int], send: Sequence[int], 
 
     Peers are counted in `Peers.group_order`. Bytes sent a rank: what `send` says, each peer's part straight to it.
     """
+    if peers.simulated is not None:
+        return PendingCollective(peers.simulated.all_to_all(wire, receive, send), None, wire.dtype)
     name = _group(peers.group, "exchange")
     raw = _ops.all_to_all_single(wire, list(receive), list(send), name)
     return PendingCollective(raw, None, wire.dtype)

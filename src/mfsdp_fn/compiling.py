@@ -16,6 +16,7 @@ from torch import fx
 
 from . import graph
 from .errors import MfsdpError, StateError, bad
+from .simulation import refuse_compiling
 
 
 def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any) -> Callable[..., Any]:
@@ -63,6 +64,7 @@ def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any
                     "run the step once on a side stream to warm up and compile, then capture it",
                 )
             )
+        refuse_compiling()
         from torch._dynamo import config as dynamo_config
         from torch._functorch import config as functorch_config
 

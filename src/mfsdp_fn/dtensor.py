@@ -11,6 +11,7 @@ from .buffer import launch_gather
 from .collectives import Axis
 from .errors import StateError, bad
 from .group import GroupSpec
+from .mesh import AbstractMesh
 from .placement import sharded_axes
 from .state import NOTHING, ShardState, Stage, check_state
 
@@ -24,7 +25,7 @@ def to_dtensors(state: ShardState) -> dict[str, DTensor]:
     rows. 0-D tensors are replicated. Frozen groups of gradients and moments, which hold nothing, are left out.
 
     Raises:
-        StateError: not a finished state, or one planned on an `AbstractMesh`.
+        StateError: not a finished state, or one planned on an `AbstractMesh` or a simulated one.
     """
     check_state(state, "state")
     spec = state.spec
@@ -33,7 +34,8 @@ def to_dtensors(state: ShardState) -> dict[str, DTensor]:
             bad("state", "accumulating gradients", "a finished state", "call finish_grad_sync(grads) first")
         )
     if not isinstance(spec.mesh, DeviceMesh):
-        raise StateError(bad("state", "a state on an AbstractMesh", "one on a DeviceMesh", "plan with a real mesh"))
+        kind = "an AbstractMesh" if isinstance(spec.mesh, AbstractMesh) else "a simulated mesh"
+        raise StateError(bad("state", f"a state on {kind}", "one on a DeviceMesh", "plan with a real mesh"))
     found: dict[tuple[int, int], DTensor] = {}
     for group, main in zip(spec.groups, state.main, strict=True):
         if tuple(main.shape) == NOTHING:  # the same answer on every rank, also where a segment is empty

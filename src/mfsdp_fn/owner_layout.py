@@ -113,7 +113,7 @@ class GroupOwnerLayout:
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
         # Seen from this rank, over this kind of mesh: plans for a layout are cached by it.
-        where = (self.ranks, self.this_rank, type(self.mesh))
+        where = (self.ranks, self.this_rank, collectives.world_of(self.mesh))
         return (*where, self.layout, tuple(self.tensor_to_owner.items()), self.dtype)
 
     @functools.cached_property

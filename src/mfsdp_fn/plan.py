@@ -22,6 +22,7 @@ from .placement import Placements, ShardLayout, check_placements, with_block_siz
 from .precision import MixedPrecisionPolicy, check_precision
 from .row_rules import check_row_rules, with_leading_dims
 from .runtime import RuntimePolicy, check_runtime
+from .simulated_mesh import SimulatedMesh
 from .spec import LeafSpec, ShardSpec, ready
 
 
@@ -84,7 +85,7 @@ def plan(
     precision, runtime = precision or MixedPrecisionPolicy(), runtime or RuntimePolicy()
     if isinstance(mesh, AbstractMesh):
         check_abstract_mesh(mesh)
-    elif not isinstance(mesh, DeviceMesh):
+    elif not isinstance(mesh, (DeviceMesh, SimulatedMesh)):
         raise PlanError(bad("mesh", repr(mesh), "a DeviceMesh or an AbstractMesh", "make one with init_device_mesh(…)"))
     failure: Exception | None = None
     spec: ShardSpec | None = None
@@ -109,7 +110,7 @@ def plan(
     agree(mesh, spec, failure)
     assert spec is not None
     axes = collectives.axes_of(mesh, separate_reductions=runtime.overlap_allgather_reduction)
-    groups = tuple(dataclasses.replace(group, axes=axes) for group in spec.groups)
+    groups = tuple(dataclasses.replace(group, axes=collectives.of_group(axes, group.name)) for group in spec.groups)
     return ready(dataclasses.replace(spec, groups=groups))
 
 

@@ -114,7 +114,7 @@ def _norm(grads: ShardState, norm_type: float) -> torch.Tensor:
     ]
     norm = _combine(parts, norm_type) if parts else torch.zeros((), dtype=dtype, device=spec.device)
     for number in sharded_axes(spec.placements.optimizer):  # over other axes, gradients are replicas
-        axis = spec.groups[0].axes[number]
+        (axis,) = collectives.of_group(spec.groups[0].axes[number : number + 1], "")
         if axis.size > 1:
             gathered = collectives.all_gather(norm.reshape(1), (1,) * axis.size, axis).wait()
             norm = _combine(list(gathered), norm_type)
