@@ -21,7 +21,7 @@ PRIVATE = re.compile(
 )
 # Where private API is used, and which. What the compiled path needs has tests beside its own.
 ALLOWED = {
-    "collectives.py": r"torch\.ops\._c10d_functional|torch\._foreach_copy_",
+    "collectives.py": r"torch\.ops\._c10d_functional|torch\._foreach_copy_|.*import _resolve_process_group",
     "session.py": r"\._cdata|torch\._C\._autograd",  # saved views and checkpoints are told apart
     "autodiff.py": r"from torch\.utils import _pytree",  # states become nodes of torch's own pytrees
     "compiling.py": r"(from )?torch\._(dynamo|functorch|inductor)\b.*",

@@ -3,6 +3,7 @@
 from . import optim, testing
 from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad, vjp
 from .compiling import compile
+from .dbuffer import DBuffer
 from .dtensor import to_dtensors
 from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, StateError
 from .gather_scatter import gather_to_owner, scatter_from_owner
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh",
     "BlockAtomic",
+    "DBuffer",
     "DonatedError",
     "ExecutionOrder",
     "GlobalLayout",

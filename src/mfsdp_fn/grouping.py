@@ -18,6 +18,7 @@ from .layout import GlobalLayout
 from .placement import BlockAtomic, Placements, ShardLayout, TensorAtomic, sharded_axes
 from .precision import GroupDtypes, MixedPrecisionPolicy
 from .spec import LeafSpec
+from .tensor_owners import shards_of_owners
 
 
 def tie_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -50,6 +51,7 @@ def make_groups(
             continue
         members.setdefault((leaf.unit, leaf.dtype, leaf.requires_grad), []).append(number)
     axes = tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
+    owner_of = shards_of_owners(owners, leaves, tied_to, axes, placements)
     groups: list[GroupSpec] = []
     slot: dict[int, tuple[int, int]] = {}
     for (unit, dtype, requires_grad), numbers in members.items():
@@ -66,7 +68,7 @@ def make_groups(
                 dtype=dtype,
                 requires_grad=requires_grad,
                 paths=paths,
-                layout=_layout(shapes, paths, placements, axes, shard_layout, owners),
+                layout=_layout(shapes, [owner_of.get(n, 0) for n in ordered], placements, axes, shard_layout),
                 placements=placements,
                 dtypes=dtypes,
                 grad_scale=grad_scale,
@@ -76,7 +78,6 @@ def make_groups(
             )
         )
         slot.update((number, (len(groups) - 1, index)) for index, number in enumerate(ordered))
-    _check_owners(owners, groups, placements)
     placed = tuple(
         dataclasses.replace(leaf, group=slot[first][0], index=slot[first][1])
         for leaf, first in zip(leaves, tied_to, strict=True)
@@ -113,29 +114,16 @@ def _aligned_order(numbers: Sequence[int], leaves: tuple[LeafSpec, ...], dtypes:
 
 def _layout(
     shapes: Sequence[torch.Size],
-    paths: Sequence[str],
+    owners: Sequence[int],
     placements: Placements,
     axes: Sequence[Axis],
     shard_layout: ShardLayout | None,
-    owners: Mapping[str, int] | None,
 ) -> GlobalLayout:
     """The layout of one group over all the shards that its finest placement makes."""
     order = sharded_axes(placements.optimizer)
     shards = math.prod(axes[axis].size for axis in order)
-    kinds = {type(placements.optimizer[axis]) for axis in order}
-    if TensorAtomic in kinds:
-        missing = [path for path in paths if path not in (owners or {})]
-        if missing:
-            raise PlanError(
-                bad(
-                    "owners",
-                    f"no owner for {missing[0]!r} (and {len(missing) - 1} more)",
-                    f"a shard in [0, {shards}) for every path",
-                    "add it to owners",
-                )
-            )
-        assert owners is not None
-        return layout_builder.build_for_tensor_atomic(shapes, shards, tensor_owners=[owners[path] for path in paths])
+    if any(isinstance(placements.optimizer[axis], TensorAtomic) for axis in order):
+        return layout_builder.build_for_tensor_atomic(shapes, shards, tensor_owners=owners)
     blocks = {p.block_size if isinstance(p, BlockAtomic) else 1 for p in placements.optimizer if p.is_sharded}
     block_size = math.lcm(*blocks) if blocks else 1
     padded = layout_builder.build_row_atomic_layout(
@@ -149,21 +137,3 @@ def _layout(
     widest = max(r.stop - r.start for r in map(ragged.rank_range, range(shards)))
     # Ragged segments cost a copy on backends without an uneven gather: worth it where padding exceeds 1 part in 32.
     return ragged if widest * shards * 33 < padded.size * 32 else padded
-
-
-def _check_owners(owners: Mapping[str, int] | None, groups: Sequence[GroupSpec], placements: Placements) -> None:
-    if owners is None:
-        return
-    if not any(isinstance(p, TensorAtomic) for p in placements.optimizer):
-        raise PlanError(
-            bad(
-                "owners",
-                "owners",
-                "None without a TensorAtomic placement",
-                "shard with TensorAtomic(), or use plan_owners for owner compute on row shards",
-            )
-        )
-    known = {path for group in groups for path in group.paths}
-    unknown = [path for path in owners if path not in known]
-    if unknown:
-        raise PlanError(bad("owners", repr(unknown[0]), "paths of planned tensors", "see spec.leaves for the paths"))
