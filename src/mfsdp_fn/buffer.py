@@ -93,10 +93,13 @@ class PendingGather:
 
 
 def launch_gather(local: torch.Tensor, steps: Sequence[Move]) -> PendingGather:
-    """Launch the gathers `steps` of a local segment. No steps: the buffer itself. Nothing to move: no collective."""
-    steps = tuple(steps)
-    while steps and not sum(steps[0].sizes):
-        steps = steps[1:]  # nothing of this rank's neighbours; over the next axis there may be something
+    """Launch the gathers `steps` of a local segment. No steps: the buffer itself. Nothing to move: no collective.
+
+    A first step with nothing to move is not made up for by launching the second one at once: the ranks that share the
+    second step may have something to move in the first, and they launch the second when they wait.
+    """
     if not steps:
         return PendingGather(local, None, ())
-    return PendingGather(local, collectives.all_gather(local, steps[0].sizes, steps[0].axis), steps[1:])
+    step, rest = steps[0], tuple(steps[1:])
+    first = collectives.all_gather(local, step.sizes, step.axis) if sum(step.sizes) else None
+    return PendingGather(local, first, rest)
