@@ -54,10 +54,10 @@ def planned(
         tied = options["owners"].keys() & {"blocks.0.tied"}
         for path in tied:
             del options["owners"][path]
-    elif layout == "block 4":  # said by placement; the others by option
-        placements = with_kind(placements, mf.BlockAtomic(4))
-    elif layout.startswith("block"):
-        options["block_size"] = int(layout.split()[1])
+    elif layout in ("block 1", "block 4"):  # said by placement
+        placements = with_kind(placements, mf.BlockAtomic(int(layout[-1])))
+    elif layout == "block 2":  # said by option
+        options["block_size"] = 2
     else:
         options["shard_layout"] = layout
     return mf.plan(params, mesh_of(*shape), placements, **options)
