@@ -76,8 +76,9 @@ def total(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 
 def one_axis(rank: int, world: int) -> None:
     mesh, made = mesh_of(world), layouts(world)
-    for (name, layout), old, new in itertools.product(made.items(), "RPS", "RPS"):
-        for target_name, target in made.items():
+    for number, old, new in itertools.product(range(len(made)), "RPS", "RPS"):
+        (name, layout), *others = [*made.items(), *made.items()][number : number + 2]
+        for target_name, target in ((name, layout), *others):
             if new == "P" != old:
                 continue
             kind = {"R": R, "P": P}
