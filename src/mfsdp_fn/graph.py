@@ -61,12 +61,17 @@ def _is_regathered(node: fx.Node) -> bool:
     return bool((node.meta.get("custom") or {}).get(REGATHER))
 
 
+def _is_join(node: fx.Node) -> bool:
+    """Whether the node joins the segments of an uneven gather, which were padded on the wire."""
+    return node.target is _aten.cat.default and _is_regathered(node)
+
+
 def _views_of(wait: fx.Node) -> list[fx.Node]:
-    """`wait` and everything that is a view of it, in order."""
+    """`wait` and everything that is a view of it, or of its segments joined, in order."""
     found, queue = [wait], [wait]
     while queue:
         for user in queue.pop().users:
-            if user.target in VIEWS and user not in found:
+            if (user.target in VIEWS or _is_join(user)) and user not in found:
                 found.append(user)
                 queue.append(user)
     order = {node: place for place, node in enumerate(wait.graph.nodes)}

@@ -85,7 +85,7 @@ def _reduce(group: GroupSpec, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         grad = grads[index].reshape(-1)
         parts.append((grad.float() * group.scale if reduction.scales_first(group) else grad).to(dtype))
         end = offset + numel
-    if group.layout.size > end:
+    if group.layout.size > end or not parts:  # padding; or a group without elements
         parts.append(grads[0].new_zeros(group.layout.size - end, dtype=dtype))
     return reduction.accumulate(group, reduction.launch(group, torch.cat(parts)), None)
 
