@@ -40,9 +40,7 @@ def owners_of(params: Mapping[str, torch.Tensor], ranks: int) -> dict[str, int]:
     return {path: (number + 1) % max(1, ranks - 1) for number, path in enumerate(params)}
 
 
-def planned(
-    layout: str, placements: mf.Placements, params: Params, *shape: int, **options: Any
-) -> mf.ShardSpec:
+def planned(layout: str, placements: mf.Placements, params: Params, *shape: int, **options: Any) -> mf.ShardSpec:
     """A plan with one of `LAYOUTS`."""
     options = {"units": UNITS, "precision": EXACT} | options
     if layout == "tensor":

@@ -116,7 +116,7 @@ def two_axes(rank: int, world: int, shapes: Sequence[tuple[int, int]]) -> None:
         old, new = (outer[0], inner[0]), (outer[1], inner[1])
         mine, everyone = summands(old, mesh)
         stay = [i for i in range(2) if isinstance(new[i], mf.Partial)]
-        here = mesh.get_coordinate()
+        here = mesh.get_coordinate() or ()
         # What is still Partial afterwards was summed over the other axis only.
         left = [P if i not in stay and isinstance(old[i], mf.Partial) else R for i in range(2)]
         if stay and any(isinstance(p, mf.Partial) for p in left):

@@ -122,7 +122,7 @@ def backward(rank: int, world: int, layout: str) -> None:
     factor, options = mean_options(world)
     params = rich()
     module = Net(params)
-    named = mf.params_of(module)
+    named: Params = dict(mf.params_of(module))
 
     def x_of(r: int) -> torch.Tensor:
         return integers(3, 4, seed=500 + r)
@@ -197,7 +197,9 @@ def optimizers(rank: int, world: int, layout: str) -> None:
             # The norm adds up in another order: a few roundings of its dtype. Muon rounds that to bfloat16.
             limit = 2e-3 if name == "muon" else 1e-12
             for path in params:
-                torch.testing.assert_close(got[path], expected[path], rtol=limit, atol=limit, msg=f"{what} {name} {path}")
+                torch.testing.assert_close(
+                    got[path], expected[path], rtol=limit, atol=limit, msg=f"{what} {name} {path}"
+                )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -32,6 +32,7 @@ from .owner_planning import (
 from .placement import (
     BlockAtomic,
     Partial,
+    Placement,
     Placements,
     Replicate,
     RowAtomic,
@@ -74,6 +75,7 @@ __all__ = [
     "Partial",
     "Pending",
     "Phase",
+    "Placement",
     "Placements",
     "PlanError",
     "PrefetchOrder",

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 # Private: groups travel by name, as the functional operators take them, and the list collectives want the group.
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from . import ragged
 from .errors import PlanError, StateError, bad
@@ -174,7 +176,7 @@ def _ragged_group(wire: torch.Tensor, name: str) -> dist.ProcessGroup | None:
     """The group, if it takes uneven segments as they are."""
     if torch.compiler.is_compiling() or wire.device.type != "cuda":
         return None
-    group = _resolve_process_group(name)
+    group = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]  # newer releases have a type of names
     return group if ragged.takes_lists(group, wire.device) else None
 
 

@@ -130,7 +130,7 @@ class DBuffer:
 
     @classmethod
     def from_state(cls, state: ShardState, group: GroupSpec, *, compute: bool = False) -> DBuffer:
-        """A group's buffer of a state, not copied. Communicates nothing.
+        """A group's buffer of a state, not copied: don't use it after the state was donated. Communicates nothing.
 
         Args:
             state: weights, gradients (finished or accumulating) or moments.
@@ -151,7 +151,9 @@ class DBuffer:
         number = group.number if isinstance(group, GroupSpec) else len(state.spec.groups)
         if number >= len(state.spec.groups) or state.spec.groups[number] != group:
             raise StateError(
-                bad("group", repr(getattr(group, "name", group)), "a group of the state's plan", "see state.spec.groups")
+                bad(
+                    "group", repr(getattr(group, "name", group)), "a group of the state's plan", "see state.spec.groups"
+                )
             )
         main = state.main[number]
         if tuple(main.shape) == NOTHING:
@@ -170,7 +172,7 @@ class DBuffer:
         return segment(self.layout, self.placements, self.axes)
 
     def get_tensor_view(self, index: int) -> torch.Tensor:
-        """This rank's rows of a tensor, as a view of `local`: no rows, in a tensor of its own, where it holds none.
+        """This rank's rows of a tensor, as a view of `local`; where it holds none, a tensor of its own without rows.
 
         Raises:
             LayoutError: there is no such tensor.
@@ -178,8 +180,7 @@ class DBuffer:
         span, held, shape = self.layout.tensor_range(index), self.held, self.layout.tensor_shapes[index]
         part = span.intersect(held)
         if not part.size:
-            whole = held.start <= span.start and span.stop <= held.stop and not sharded_axes(self.placements)
-            return self.local.new_empty(shape if whole else (0, *shape[1:]))
+            return self.local.new_empty((0, *shape[1:]) if sharded_axes(self.placements) else shape)
         rows = self.local.narrow(0, part.start - held.start, part.size)
         return rows.view(shape if not shape else (-1, *shape[1:]))
 
@@ -296,7 +297,10 @@ def _check_boundaries(layout: GlobalLayout, placement: Placement) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What two buffers must share to be combined leaf by leaf. Not the mesh: its equality includes a thread's number."""
+    """What two buffers must share to be combined leaf by leaf.
+
+    The mesh by its ranks: equality of meshes includes a thread's number.
+    """
 
     layout: GlobalLayout
     placements: tuple[Placement, ...]
@@ -317,10 +321,13 @@ def unflatten_buffer(cls: type, static: _Static, children: Any) -> Any:
     return cls(local, static.layout, static.placements, static.mesh, static.axes)
 
 
+def _flatten_for_optree(buffer: Any) -> tuple[Any, ...]:
+    return *flatten_buffer(buffer), ("local",)
+
+
+def _unflatten_for_optree(static: Any, children: Any) -> Any:
+    return unflatten_buffer(DBuffer, static, children)
+
+
 _node: Any = DBuffer  # optree's annotations want a collection
-optree.register_pytree_node(
-    _node,
-    lambda buffer: (*flatten_buffer(buffer), ("local",)),
-    lambda static, children: unflatten_buffer(DBuffer, static, children),
-    namespace=EVERYWHERE,
-)
+optree.register_pytree_node(_node, _flatten_for_optree, _unflatten_for_optree, namespace=EVERYWHERE)

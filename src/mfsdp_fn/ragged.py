@@ -18,7 +18,9 @@ def takes_lists(group: dist.ProcessGroup, device: torch.device) -> bool:
 
     Not in debug mode DETAIL, whose check that ranks agree takes shapes that differ for a fault.
     """
-    if device.type != "cuda" or dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    # Public and documented, but torch.distributed imports them without an `__all__`.
+    level = dist.get_debug_level()  # pyright: ignore[reportPrivateImportUsage]
+    if device.type != "cuda" or level == dist.DebugLevel.DETAIL:  # pyright: ignore[reportPrivateImportUsage]
         return False
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return backends.get("cuda") == "nccl"
