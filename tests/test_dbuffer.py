@@ -96,6 +96,10 @@ def one_axis(rank: int, world: int) -> None:
             if old == new == "S" and owner_of(layout) != owner_of(target):
                 expected = "all_to_all"
             assert counting.counts() == ({expected: 1} if expected else {}), what
+            if expected == "all_to_all":  # only what changes its rank, from tensors without padding
+                pairs = [list(zip(*both, strict=True)) for both in zip(owner_of(layout), owner_of(target), strict=True)]
+                leaving = sum(was == rank != now for tensor in pairs for was, now in tensor)
+                assert counting.events[0].sent == leaving * 8, what
             assert counting.unwaited() == 0
             for index, full in enumerate(got.full_tensors()):
                 assert torch.equal(full, total(everyone)[index]), what
@@ -279,6 +283,8 @@ def test_refusals() -> None:
     for old in (buffer, part):
         text = r"`placements` got Partial\(\) on axis 0, which is .*; expected Partial only where the buffer is Partial"
         refused(lambda old=old: old.redistribute([P]), mf.StateError, text)
+    text = r"`placements` got a sum of torch.bool; expected a dtype that backends add; cast it first"
+    refused(lambda: abstract(placement=P).redistribute([P], dtype=torch.bool).redistribute([R]), mf.StateError, text)
     text = r"`placements` got \[.*\]; expected one placement for each of 1 axes"
     refused(lambda: buffer.redistribute([R, R]), mf.StateError, text)
     text = r"`placements` got RowAtomic on axis 0; expected a placement; write Replicate\(\)"
@@ -297,6 +303,8 @@ def test_refusals() -> None:
     )
     text = r"`mesh` got an AbstractMesh; expected a DeviceMesh to all-gather over"
     refused(lambda: part.full_tensors(), mf.StateError, text)
+    text = r"`tensors` got shapes \['1', '2'\]; expected"
+    refused(lambda: mf.DBuffer.from_tensors(cast(Any, [1, 2]), layout, mesh, [R]), mf.StateError, text)
     text = r"`tensors` got shapes \[\(2,\)\]; expected \[\(3, 2\), \(2,\)\]"
     refused(lambda: mf.DBuffer.from_tensors([torch.ones(2)], layout, mesh, [R]), mf.StateError, text)
     both = [torch.ones(3, 2), torch.ones(2).double()]

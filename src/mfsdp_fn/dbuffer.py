@@ -83,11 +83,12 @@ class DBuffer:
             PlanError: something that is no placement.
         """
         given, shapes = list(tensors), layout.tensor_shapes
-        if [tuple(tensor.shape) for tensor in given] != [tuple(shape) for shape in shapes]:
+        got = [tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else repr(tensor) for tensor in given]
+        if got != [tuple(shape) for shape in shapes]:
             raise StateError(
                 bad(
                     "tensors",
-                    f"shapes {[tuple(tensor.shape) for tensor in given]}",
+                    f"shapes {got}",
                     f"{[tuple(shape) for shape in shapes]}, as in the layout",
                     "give one whole tensor for each of layout.tensor_shapes",
                 )
@@ -219,7 +220,8 @@ class DBuffer:
             layout: of the result: the same tensors, laid out otherwise.
 
         Raises:
-            StateError: an axis that would become Partial; or communication over an `AbstractMesh`.
+            StateError: an axis that would become Partial, a sum of bool or float8, or communication over an
+                `AbstractMesh`.
             LayoutError: a layout of other tensors, or one that doesn't fit the placements, such as TensorAtomic in a
                 layout that cuts tensors.
             PlanError: something that is no placement.
@@ -245,9 +247,11 @@ class DBuffer:
                         "make a buffer of summands with from_tensors or from_local",
                     )
                 )
-        wanted = dtype or self.local.dtype
+        have, wanted = self.local.dtype, dtype or self.local.dtype
         sums = any(isinstance(old, Partial) and old != new for old, new in zip(self.placements, checked, strict=True))
-        local = self.local.to(wanted) if not sums and wanted.itemsize < self.local.dtype.itemsize else self.local
+        if sums and (have == torch.bool or (have.is_floating_point and have.itemsize == 1)):
+            raise StateError(bad("placements", f"a sum of {have}", "a dtype that backends add", "cast it first"))
+        local = self.local.to(wanted) if not sums and wanted.itemsize < have.itemsize else self.local
         local = redistribute(local, self.layout, self.placements, target, checked, self.mesh, self.axes)
         return DBuffer(local.to(wanted), target, checked, self.mesh, self.axes)
 
