@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +24,7 @@ PRIVATE = re.compile(
 )
 # Where private API is used, and which. What the compiled path needs has tests beside its own.
 ALLOWED = {
-    "collectives.py": r"torch\.ops\._c10d_functional|torch\._foreach_copy_",
+    "collectives.py": r"torch\.ops\._c10d_functional|torch\._foreach_copy_|.*import _resolve_process_group",
     "session.py": r"\._cdata|torch\._C\._autograd",  # saved views and checkpoints are told apart
     "autodiff.py": r"from torch\.utils import _pytree",  # states become nodes of torch's own pytrees
     "compiling.py": r"(from )?torch\._(dynamo|functorch|inductor)\b.*",
@@ -77,6 +80,13 @@ def test_a_launch_must_be_waited_for_and_gives_a_new_tensor() -> None:
         ):
             done = torch.ops._c10d_functional.wait_tensor(raw)
             assert torch.equal(done, x) and done.data_ptr() != x.data_ptr()
+
+
+def test_groups_are_found_by_name() -> None:
+    with single_rank() as mesh:
+        group = mesh.get_group(0)
+        found = _resolve_process_group(group.group_name)  # pyright: ignore[reportArgumentType]
+        assert found.group_name == group.group_name and found.size() == 1
 
 
 def test_foreach_copy_casts_and_follows_strides() -> None:

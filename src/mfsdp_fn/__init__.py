@@ -3,6 +3,7 @@
 from . import optim, testing
 from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad, vjp
 from .compiling import compile
+from .dbuffer import DBuffer
 from .dtensor import to_dtensors
 from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, SimulationError, StateError
 from .gather_scatter import gather_to_owner, scatter_from_owner
@@ -32,6 +33,7 @@ from .owner_planning import (
 from .placement import (
     BlockAtomic,
     Partial,
+    Placement,
     Placements,
     Replicate,
     RowAtomic,
@@ -58,6 +60,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh",
     "BlockAtomic",
+    "DBuffer",
     "DonatedError",
     "ExecutionOrder",
     "GlobalLayout",
@@ -74,6 +77,7 @@ __all__ = [
     "Partial",
     "Pending",
     "Phase",
+    "Placement",
     "Placements",
     "PlanError",
     "PrefetchOrder",

@@ -17,6 +17,7 @@ from torch.utils import _pytree as torch_pytree
 
 from . import traced, tree
 from .calls import Recordings, make_sinks, note_call, open_call
+from .dbuffer import DBuffer, flatten_buffer, unflatten_buffer
 from .errors import StateError, bad
 from .session import Saved, Session, refuse_reentrant_graph
 from .state import ShardState, UnitState, check_state, flatten_node, unflatten_node
@@ -50,6 +51,7 @@ def _unflatten_for_torch(cls: type, static: tuple[Any, Any], children: Any) -> A
 
 for _cls in (ShardState, UnitState):
     register_torch_node(_cls, _flatten_for_torch, _unflatten_for_torch)
+register_torch_node(DBuffer, flatten_buffer, unflatten_buffer)
 
 
 def _detach(value: Any) -> Any:

@@ -100,13 +100,15 @@ class PendingGather:
 def launch_gather(local: torch.Tensor, steps: Sequence[Move], *, label: tuple[str, str] = ("", "")) -> PendingGather:
     """Launch the gathers `steps` of a local segment. No steps: the buffer itself. Nothing to move: no collective.
 
+    A first step with nothing to move is not made up for by launching the second one at once: the ranks that share the
+    second step may have something to move in the first, and they launch the second when they wait.
+
     `label` is (what is gathered, phase) for profiler traces.
     """
-    steps = tuple(steps)
-    while steps and not sum(steps[0].sizes):
-        steps = steps[1:]  # nothing of this rank's neighbours; over the next axis there may be something
     if not steps:
         return PendingGather(local, None, ())
+    step, rest = steps[0], tuple(steps[1:])
+    if not sum(step.sizes):
+        return PendingGather(local, None, rest, label)
     with labelled("launch all-gather", *label):
-        first = collectives.all_gather(local, steps[0].sizes, steps[0].axis)
-    return PendingGather(local, first, steps[1:], label)
+        return PendingGather(local, collectives.all_gather(local, step.sizes, step.axis), rest, label)

@@ -18,6 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+# Private: groups travel by name, as the functional operators take them, and the list collectives want the group.
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from . import ragged
 from .errors import PlanError, StateError, bad
 from .mesh import AbstractMesh
 from .simulated_mesh import SimulatedMesh
@@ -142,19 +148,27 @@ def exchange_objects(mesh: Mesh, obj: Any) -> list[Any]:
 class PendingCollective:
     """A launched collective. `wait` gives its result; one that is dropped unwaited leaks its buffers.
 
-    `sizes` are the true sizes of an uneven gather's segments, which were padded to the largest.
+    `sizes` are the true sizes of an uneven gather's segments, where they were padded to the largest. `work` is what
+    to wait for where it isn't the tensor itself; `source` what the transfer reads, alive until then.
     """
 
     raw: torch.Tensor | Arrival
     sizes: tuple[int, ...] | None
     dtype: torch.dtype
+    work: dist.Work | None = None
+    source: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         """The result, ordered after the collective on the current stream."""
-        done = self.raw.wait() if isinstance(self.raw, Arrival) else _ops.wait_tensor(self.raw)
+        if isinstance(self.raw, Arrival):
+            done = self.raw.wait()
+        elif self.work is None:
+            done = _ops.wait_tensor(self.raw)
+        else:
+            self.work.wait()
+            done = self.raw
         if self.sizes is not None:
-            widest = max(self.sizes)
-            done = torch.cat([done.narrow(0, i * widest, size) for i, size in enumerate(self.sizes)])
+            done = ragged.without_padding(done, self.sizes)
         return done if done.dtype == self.dtype else done.view(self.dtype)
 
 
@@ -179,6 +193,14 @@ def _group(name: str | None, what: str) -> str:
     return name
 
 
+def _ragged_group(wire: torch.Tensor, name: str) -> dist.ProcessGroup | None:
+    """The group, if it takes uneven segments as they are."""
+    if torch.compiler.is_compiling() or wire.device.type != "cuda":
+        return None
+    group = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]  # newer releases have a type of names
+    return group if ragged.takes_lists(group, wire.device) else None
+
+
 def _is_alone(axis: Axis) -> bool:
     """An abstract axis of one rank: nothing to communicate, so transforms run without any process group.
 
@@ -190,8 +212,8 @@ def _is_alone(axis: Axis) -> bool:
 def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:
     """Launch an all-gather of 1-D segments of `sizes[rank]` elements over `axis`.
 
-    Bytes received a rank: (sum of sizes - own) times the element size; with uneven sizes the wire carries
-    the largest size for everyone.
+    Bytes received a rank: (sum of sizes - own) times the element size. Uneven sizes: NCCL writes each segment where
+    it belongs; on other backends, and in compiled graphs, the wire carries the largest size for everyone.
     """
     if _is_alone(axis):
         return PendingCollective(local.clone(), None, local.dtype)
@@ -203,10 +225,12 @@ def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending
     widest = max(sizes)
     if all(size == widest for size in sizes):
         return PendingCollective(_even_gather(wire, axis.size, name), None, local.dtype)
-    padded = wire.new_zeros(widest * scale)
-    padded.narrow(0, 0, wire.numel()).copy_(wire)
-    raw = _even_gather(padded, axis.size, name)
-    return PendingCollective(raw, tuple(size * scale for size in sizes), local.dtype)
+    group = _ragged_group(wire, name)
+    if group is not None:
+        flat, work = ragged.gather(wire, [size * scale for size in sizes], group)
+        return PendingCollective(flat, None, local.dtype, work, wire)
+    padded = ragged.with_padding(wire, [wire.numel()], widest * scale)
+    return PendingCollective(_even_gather(padded, axis.size, name), tuple(s * scale for s in sizes), local.dtype)
 
 
 def _even_gather(wire: torch.Tensor, size: int, name: str) -> torch.Tensor:
@@ -221,8 +245,7 @@ def _even_gather(wire: torch.Tensor, size: int, name: str) -> torch.Tensor:
 def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:
     """Launch a sum reduce-scatter of a 1-D buffer into segments of `sizes[rank]` elements over `axis`.
 
-    Bytes sent a rank: (sum of sizes - own) times the element size; with uneven sizes the wire carries the
-    largest size for everyone.
+    Bytes sent a rank: (sum of sizes - own) times the element size. Uneven sizes: as in `all_gather`.
     """
     if _is_alone(axis):
         return PendingCollective(full.clone(), None, full.dtype)
@@ -232,11 +255,11 @@ def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pend
     widest = max(sizes)
     if all(size == widest for size in sizes):
         return PendingCollective(_ops.reduce_scatter_tensor(full, "sum", axis.size, name), None, full.dtype)
-    padded = full.new_zeros(widest * axis.size)
-    start = 0
-    for rank, size in enumerate(sizes):
-        padded.narrow(0, rank * widest, size).copy_(full.narrow(0, start, size))
-        start += size
+    group = _ragged_group(full, name)
+    if group is not None:
+        part, work = ragged.reduce_scatter(full, sizes, axis.rank, group)
+        return PendingCollective(part, None, full.dtype, work, full)
+    padded = ragged.with_padding(full, sizes, widest)
     raw = _ops.reduce_scatter_tensor(padded, "sum", axis.size, name)
     return PendingCollective(raw, (sizes[axis.rank],), full.dtype)
 

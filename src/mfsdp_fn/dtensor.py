@@ -21,8 +21,9 @@ def to_dtensors(state: ShardState) -> dict[str, DTensor]:
 
     A DTensor's plain ``Shard(0)`` fixes which rows each rank holds. Where a group's layout gives every rank just
     those, its DTensors are views of the state's buffer and nothing is communicated. Elsewhere (rows 1 and 3 on two
-    ranks, say) the group is gathered (one all-gather a sharded axis, one group at a time) and each rank keeps its
-    rows. 0-D tensors are replicated. Frozen groups of gradients and moments, which hold nothing, are left out.
+    ranks, say, or whole tensors on their owners) the group is gathered (one all-gather a sharded axis, one group at a
+    time) and each rank keeps its rows. 0-D tensors are replicated. Frozen groups of gradients and moments, which hold
+    nothing, are left out.
 
     Raises:
         StateError: not a finished state, or one planned on an `AbstractMesh` or a simulated one.

@@ -20,6 +20,7 @@ from .layout_choice import LayoutChoice, choose_layout, unit_of
 from .placement import BlockAtomic, Placements, ShardLayout, TensorAtomic, sharded_axes
 from .precision import GroupDtypes, MixedPrecisionPolicy
 from .spec import LeafSpec
+from .tensor_owners import shards_of_owners
 
 
 def tie_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -54,6 +55,7 @@ def make_groups(
         members.setdefault((leaf.unit, leaf.dtype, leaf.requires_grad), []).append(number)
     axes = tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
     turns = turns_of(members, leaves)
+    owner_of = shards_of_owners(owners, leaves, tied_to, axes, placements)
     groups: list[GroupSpec] = []
     slot: dict[int, tuple[int, int]] = {}
     for (unit, dtype, requires_grad), numbers in members.items():
@@ -64,7 +66,8 @@ def make_groups(
 
         def layout_of(part: Sequence[int], dtypes: GroupDtypes = dtypes) -> tuple[GlobalLayout, LayoutChoice]:
             width = unit_of((dtypes.compute.itemsize, dtypes.reduce.itemsize))
-            return _layout([leaves[number] for number in part], placements, axes, shard_layout, owners, width)
+            owned_by = [owner_of.get(number, 0) for number in part]
+            return _layout([leaves[number] for number in part], owned_by, placements, axes, shard_layout, width)
 
         orders = [ordered] if turned == ordered else [turned, ordered]
         for rows, part, layout, choice in group_parts(orders, leaves, layout_of, split=split_by_row_size):
@@ -87,7 +90,6 @@ def make_groups(
                 )
             )
             slot.update((number, (len(groups) - 1, index)) for index, number in enumerate(part))
-    _check_owners(owners, groups, placements)
     placed = tuple(
         dataclasses.replace(leaf, group=slot[first][0], index=slot[first][1])
         for leaf, first in zip(leaves, tied_to, strict=True)
@@ -127,30 +129,18 @@ def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
 
 def _layout(
     leaves: Sequence[LeafSpec],
+    owners: Sequence[int],
     placements: Placements,
     axes: Sequence[Axis],
     shard_layout: ShardLayout | None,
-    owners: Mapping[str, int] | None,
     unit: int,
 ) -> tuple[GlobalLayout, LayoutChoice]:
     """The layout of one group over all the shards that its finest placement makes, and why it is that one."""
     order = sharded_axes(placements.optimizer)
     shards = math.prod(axes[axis].size for axis in order)
-    shapes, paths = [leaf.shape for leaf in leaves], [leaf.path for leaf in leaves]
-    kinds = {type(placements.optimizer[axis]) for axis in order}
-    if TensorAtomic in kinds:
-        missing = [path for path in paths if path not in (owners or {})]
-        if missing:
-            raise PlanError(
-                bad(
-                    "owners",
-                    f"no owner for {missing[0]!r} (and {len(missing) - 1} more)",
-                    f"a shard in [0, {shards}) for every path",
-                    "add it to owners",
-                )
-            )
-        assert owners is not None
-        layout = layout_builder.build_for_tensor_atomic(shapes, shards, tensor_owners=[owners[path] for path in paths])
+    shapes = [leaf.shape for leaf in leaves]
+    if any(isinstance(placements.optimizer[axis], TensorAtomic) for axis in order):
+        layout = layout_builder.build_for_tensor_atomic(shapes, shards, tensor_owners=owners)
         return layout, LayoutChoice("owners", "each tensor whole at its owner")
     blocks = {p.block_size if isinstance(p, BlockAtomic) else 1 for p in placements.optimizer if p.is_sharded}
     depths = tuple(leaf.leading_dims for leaf in leaves)
@@ -162,21 +152,3 @@ def _layout(
         unit=unit,
         leading_dims=depths if any(depth > 1 for depth in depths) else (),
     )
-
-
-def _check_owners(owners: Mapping[str, int] | None, groups: Sequence[GroupSpec], placements: Placements) -> None:
-    if owners is None:
-        return
-    if not any(isinstance(p, TensorAtomic) for p in placements.optimizer):
-        raise PlanError(
-            bad(
-                "owners",
-                "owners",
-                "None without a TensorAtomic placement",
-                "shard with TensorAtomic(), or use plan_owners for owner compute on row shards",
-            )
-        )
-    known = {path for group in groups for path in group.paths}
-    unknown = [path for path in owners if path not in known]
-    if unknown:
-        raise PlanError(bad("owners", repr(unknown[0]), "paths of planned tensors", "see spec.leaves for the paths"))

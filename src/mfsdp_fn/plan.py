@@ -57,7 +57,8 @@ def plan(
             segment more than 1/32 longer; `spec.explain()` has both predictions. Padded segments are those of
             `build_for_row_atomic`, or shorter where another placement of the tensors allows it.
         block_size: rows that are never cut apart.
-        owners: for `TensorAtomic`, the owning shard of every tensor, by path.
+        owners: for `TensorAtomic`, the owner of every tensor, by path: a rank of the mesh (or, where only some axes
+            are sharded, of the sub-mesh of those), row-major. A tied tensor's owner may stand at any of its paths.
         grad_scale: factor on every gradient, beside the mean over ranks.
         runtime: what is kept gathered and how far ahead things are launched.
         namespace: the optree namespace of the tree's registered containers.
