@@ -1,7 +1,7 @@
 """mfsdp_fn: fully sharded data parallel training as a functional library."""
 
 from . import optim, testing
-from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad, vjp
+from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad
 from .compiling import compile
 from .dtensor import to_dtensors
 from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, StateError
@@ -45,6 +45,7 @@ from .placement import (
 )
 from .plan import plan
 from .precision import MixedPrecisionPolicy
+from .pullback import Pullback, vjp
 from .ranges import Range
 from .runtime import ExecutionOrder, Phase, PrefetchOrder, RuntimePolicy
 from .sharding import shard
@@ -75,6 +76,7 @@ __all__ = [
     "Placements",
     "PlanError",
     "PrefetchOrder",
+    "Pullback",
     "Range",
     "Replicate",
     "RowAtomic",
