@@ -23,6 +23,7 @@ from .placement import Placements, ShardLayout, check_placements, with_block_siz
 from .precision import MixedPrecisionPolicy, check_precision
 from .runtime import RuntimePolicy, check_runtime
 from .spec import LeafSpec, ShardSpec
+from .staging import check_symmetric_memory, with_symmetric_memory
 
 
 def plan(
@@ -100,7 +101,8 @@ def plan(
     assert spec is not None
     axes = collectives.axes_of(mesh, separate_reductions=runtime.overlap_allgather_reduction)
     groups = tuple(dataclasses.replace(group, axes=axes) for group in spec.groups)
-    return _ready(dataclasses.replace(spec, groups=groups))
+    spec = dataclasses.replace(spec, groups=groups)
+    return _ready(with_symmetric_memory(spec) if runtime.use_symmetric_memory else spec)
 
 
 def _ready(spec: ShardSpec) -> ShardSpec:
@@ -164,6 +166,8 @@ def _plan_alone(
         float(grad_scale),
         runtime.store_compute_weights,
     )
+    if runtime.use_symmetric_memory:
+        check_symmetric_memory(groups)
     if not any(leaf.requires_grad for leaf in leaves):
         raise PlanError(
             bad(
