@@ -288,7 +288,6 @@ def roots(rank: int, world: int) -> None:
         large = 64 * DIM * 8
         kinds = ["G" if e.kind == "gather" and e.received >= large else e.kind[0] for e in counting.events]
         assert "".join(kinds).startswith("gg" + "gm" * 2 + "Gm" + "Gm" + "m"), kinds
-        # Backward the other way: the body's last block is launched before the products of the head's first unit.
         assert counting.count("scatter") == 6
         with Waiting() as waiting:
             transformed(states, batch_of(0, 0, rank))
