@@ -13,7 +13,8 @@ import torch
 import mfsdp_fn as mf
 from counting import Counting, Waiting
 from mfsdp_fn import symmetric
-from models import BLOCKS, PRESETS, assert_equal, batch_of, block, made, mesh_of, sharded_loss
+from mfsdp_fn.testing import single_rank
+from models import BLOCKS, EXACT, PRESETS, assert_equal, batch_of, bilinear, block, made, mesh_of, sharded_loss
 from pool import run_ranks
 
 DEPTH = 4
@@ -349,3 +350,25 @@ def test_what_is_refused() -> None:
             mf.zero3(),
             runtime=policy(use_symmetric_memory=True),
         )
+
+
+def test_compiled_steps_follow_the_policy() -> None:
+    """What a policy says about reductions holds in a graph too; what can't hold there is refused."""
+    batch = batch_of(0, 0, 0)
+
+    def step(state: mf.ShardState, batch: Any) -> tuple[mf.ShardState, mf.ShardState]:
+        left = mf.value_and_grad(sharded_loss)(state, batch)[1]
+        return left, mf.finish_grad_sync(left)
+
+    with single_rank() as mesh:
+        params = bilinear(1)
+        managed = policy(caller_managed_grad_sync=True)
+        spec = mf.plan(params, mesh, mf.zero1(), units=BLOCKS, precision=EXACT, runtime=managed)
+        state = mf.shard(params, spec)
+        _, expected = step(state, batch)
+        left, finished = mf.compile(step, backend="aot_eager")(state, batch)
+        assert (left.stage, finished.stage) == (mf.Stage.ACCUMULATING, mf.Stage.FINAL)
+        assert all(torch.equal(a, b) for a, b in zip(finished.main, expected.main, strict=True))
+        other = dataclasses.replace(spec, runtime=policy(use_symmetric_memory=True))
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"use_symmetric_memory` got True in a compiled step"):
+            mf.compile(step, backend="aot_eager")(dataclasses.replace(state, spec=other), batch)
