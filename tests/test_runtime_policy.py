@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 
 import mfsdp_fn as mf
 from counting import Counting, Waiting
@@ -370,5 +371,5 @@ def test_compiled_steps_follow_the_policy() -> None:
         assert (left.stage, finished.stage) == (mf.Stage.ACCUMULATING, mf.Stage.FINAL)
         assert all(torch.equal(a, b) for a, b in zip(finished.main, expected.main, strict=True))
         other = dataclasses.replace(spec, runtime=policy(use_symmetric_memory=True))
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"use_symmetric_memory` got True in a compiled step"):
+        with pytest.raises(Unsupported, match=r"use_symmetric_memory` got True in a compiled step"):
             mf.compile(step, backend="aot_eager")(dataclasses.replace(state, spec=other), batch)

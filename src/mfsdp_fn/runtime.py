@@ -12,7 +12,8 @@ class PrefetchOrder(enum.Enum):
     """Where the order of prefetching comes from (seed: context).
 
     REGISTRATION: the order of the spec's units. RECORDED: the first call gathers on demand and is remembered
-    by the transformed function; later calls must repeat its sequence of units.
+    by the transformed function; later calls must repeat its sequence of units. `vjp` has no such function, so that
+    RECORDED gathers on demand there.
     """
 
     REGISTRATION = "registration"
@@ -60,8 +61,8 @@ class RuntimePolicy:
             False waits for it first, which keeps one shard less. On a mesh of one axis nothing is outer: no effect.
         use_symmetric_memory: send from and receive into buffers in NCCL's symmetric memory: two for each
             communicator, as large as its largest message, with a copy in and out. NCCL then has faster kernels within
-            one NVLink domain, and sums a bf16 or fp16 wire in fp32. Refused where it can't be: outside CUDA and NCCL
-            2.27, on one rank, for groups with ragged segments, in compiled steps.
+            one NVLink domain; they sum a bf16 or fp16 wire in fp32, so that sums may round less. Refused where it
+            can't be: outside CUDA and NCCL 2.27, on one rank, for groups with ragged segments, in compiled steps.
         caller_managed_grad_sync: never finish gradients of a microbatch that still wait for a reduction (ddp,
             zero1: all of it, hsdp, hfsdp: the outer axis), the last one's neither: the caller does, with
             ``finish_grad_sync(grads)``, before a step of an optimizer. What is reduced in every microbatch is not
