@@ -90,3 +90,22 @@ class Counting(TorchDispatchMode):
     def unwaited(self) -> int:
         """Launches that nobody waited for."""
         return len(self.open)
+
+
+class Waiting(TorchDispatchMode):
+    """Launches and waits of reductions in order: S and s a reduce-scatter's, A and a an all-reduce's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = ""
+        self.open: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        kind = {"reduce_scatter_tensor": "s", "all_reduce": "a"}.get(func.name().split("::")[-1].split(".")[0])
+        if kind is not None:
+            self.seen += kind.upper()
+            self.open[out.data_ptr()] = kind
+        elif "wait_tensor" in func.name():
+            self.seen += self.open.pop(args[0].data_ptr(), "")
+        return out

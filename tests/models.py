@@ -126,10 +126,11 @@ def plain_training(
     micros: int,
     scale: float = 1.0,
     loss: Callable[..., torch.Tensor] = plain_loss,
+    first: int = 0,
 ) -> Params:
     """Parameters after `steps` of SGD on all ranks' batches; each loss is multiplied by `ranks`, so means are exact."""
     now = {name: value.detach().clone() for name, value in params.items()}
-    for step in range(steps):
+    for step in range(first, first + steps):
         losses = [
             lambda p, s=step, m=micro, r=rank: loss(p, batch_of(s, m, r), float(ranks))
             for micro in range(micros)

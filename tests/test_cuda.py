@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -169,6 +170,53 @@ def exchange(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", GPUS)
 def test_owner_exchange(tmp_path: Any, world: int) -> None:
     on_gpus(tmp_path, world, exchange)
+
+
+def symmetric(rank: int, world: int) -> None:
+    """Through NCCL's symmetric memory: the same gradients, from the same rings on every rank."""
+    runtime = mf.RuntimePolicy(use_symmetric_memory=True, forward_prefetch=10**6, max_inflight_reductions=2)
+    exact = mf.MixedPrecisionPolicy(main=None, compute=torch.bfloat16)  # integers: bf16 holds them
+    for preset, shape in (("zero3", (world,)), ("zero1", (world,)), ("ddp", (world,)), ("hsdp", (world, 1))):
+        for separate in (True, False):
+            params = {name: value.detach().float().requires_grad_() for name, value in bilinear().items()}
+            common = {"units": ("blocks.*",), "precision": exact}
+            policy = dataclasses.replace(runtime, overlap_allgather_reduction=separate)
+            plain = mf.shard(params, mf.plan(params, mesh(*shape), PRESETS[preset](), **common))
+            spec = mf.plan(params, mesh(*shape), PRESETS[preset](), runtime=policy, **common)
+            state = mf.shard(params, spec)
+            axis = spec.groups[0].axes[0]
+            assert (axis.gather_staging is axis.reduce_staging) is not separate or preset in ("ddp", "hsdp")
+            for step in range(3):
+                batch = tuple(t if t.dtype == torch.long else t.bfloat16() for t in on_device(batch_of(step, 0, rank)))
+                (_, expected), (_, grads) = (
+                    mf.value_and_grad(sharded_loss)(one, batch, float(world)) for one in (plain, state)
+                )
+                for got, wanted in zip(grads.main, expected.main, strict=True):
+                    assert torch.equal(got, wanted), (preset, step)
+                plain, state = sgd(plain, expected), sgd(state, grads)
+            held = mf.unshard(state)
+            mf.unshard(state)
+            assert_equal(held, mf.unshard(plain), preset)
+            assert axis.reduce_staging is not None and axis.reduce_staging.launched >= 3 * len(spec.groups)
+    ragged = {"w": torch.ones(3, 2, requires_grad=True)}
+    with pytest.raises(mf.PlanError, match="ragged segments"):
+        mf.plan(ragged, mesh(world), mf.zero3(), shard_layout="unpadded", runtime=runtime)
+
+
+@pytest.mark.cuda(gpus=2)
+def test_symmetric_memory(tmp_path: Any) -> None:
+    on_gpus(tmp_path, 2, symmetric)
+
+
+def symmetric_alone(rank: int, world: int) -> None:
+    params = {"w": torch.ones(4, requires_grad=True)}
+    with pytest.raises(mf.PlanError, match="True, but a single rank sends nothing"):
+        mf.plan(params, mesh(1), mf.zero3(), runtime=mf.RuntimePolicy(use_symmetric_memory=True))
+
+
+@pytest.mark.cuda(gpus=1)
+def test_symmetric_memory_on_one_rank_is_refused(tmp_path: Any) -> None:
+    on_gpus(tmp_path, 1, symmetric_alone)
 
 
 def memory(rank: int, world: int) -> None:

@@ -1,7 +1,7 @@
 """mfsdp_fn: fully sharded data parallel training as a functional library."""
 
 from . import optim, testing
-from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad, vjp
+from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad
 from .compiling import compile
 from .dbuffer import DBuffer
 from .dtensor import to_dtensors
@@ -48,6 +48,7 @@ from .placement import (
 )
 from .plan import plan
 from .precision import MixedPrecisionPolicy
+from .pullback import Pullback, vjp
 from .ranges import Range
 from .runtime import ExecutionOrder, Phase, PrefetchOrder, RuntimePolicy
 from .sharding import shard
@@ -81,6 +82,7 @@ __all__ = [
     "Placements",
     "PlanError",
     "PrefetchOrder",
+    "Pullback",
     "Range",
     "Replicate",
     "RowAtomic",

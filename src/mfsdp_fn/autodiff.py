@@ -1,4 +1,4 @@
-"""`value_and_grad` and `vjp` of functions of sharded states.
+"""`value_and_grad` of functions of sharded states.
 
 Private torch API here: `torch.utils._pytree`, whose nodes compile, checkpoint and vmap take apart.
 """
@@ -19,6 +19,7 @@ from . import traced, tree
 from .calls import Recordings, make_sinks, note_call, open_call
 from .dbuffer import DBuffer, flatten_buffer, unflatten_buffer
 from .errors import StateError, bad
+from .gradients import finish_all
 from .session import Saved, Session, refuse_reentrant_graph
 from .state import ShardState, UnitState, check_state, flatten_node, unflatten_node
 
@@ -142,7 +143,7 @@ class ValueAndGrad:
             refuse_reentrant_graph([loss], session)
             self.recordings.checked = True
         _, order = session.backward([loss], [None], [])
-        grads = tree.build(template, [sink.finish() for sink in sinks])
+        grads = tree.build(template, finish_all(sinks))
         self.recordings.put(states, order)
         note_call(states)
         if self.has_aux:
@@ -212,88 +213,6 @@ def _check_loss(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
             )
         )
     return loss, aux
-
-
-Pullback = Callable[..., tuple[Any, tuple[Any, ...]]]
-
-
-def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
-    """Run `fn(state, *args)` now and its backward later: for pipelines, and for backwards in another order.
-
-    Gives ``(out, pullback)``. ``pullback(cotangent, *, is_last_microbatch=True, accumulate=None, donate=False)``
-    gives ``(grads, input_grads)``: reduced gradients as `value_and_grad` does, and for each of `args` the tree of
-    gradients of its floating-point tensors (None elsewhere). The cotangent has the structure of `out`, whose
-    tensors are detached. A pullback can be called once. Communicates what `value_and_grad` does, the backward half
-    in the pullback; calls of `vjp` and pullbacks must have one order on every rank.
-
-    Raises:
-        StateError: as `value_and_grad`; a pullback called twice.
-    """
-    recordings = Recordings()
-    session, states, template, handed = open_call(state, recordings)
-    inputs: list[torch.Tensor] = []
-
-    def enter(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        inputs.append(value.detach().requires_grad_())
-        return inputs[-1]
-
-    given: Any = args  # optree's annotations know no tuple of anything
-    entered: Any = optree.tree_map(enter, given, none_is_leaf=True)
-    try:
-        with torch.enable_grad(), torch_saved_tensors_hooks(session.pack, session.unpack):
-            out = fn(handed, *entered)
-        session.tape.drain()
-    except BaseException:
-        session.abandon()
-        raise
-    leaves, _, out_template = tree.flatten(out)
-    used = False
-
-    def pullback(
-        cotangent: Any, *, is_last_microbatch: bool = True, accumulate: Any = None, donate: bool = False
-    ) -> tuple[Any, tuple[Any, ...]]:
-        nonlocal used, leaves
-        if used:
-            raise StateError(bad("pullback", "a second call", "one call", "call vjp again for another backward"))
-        sinks = make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
-        session.sinks = sinks
-        cotangents = tree.flatten_like(out_template, cotangent, "cotangent")
-        _check_cotangents(leaves, cotangents)
-        used = True
-        outputs, leaves = leaves, []
-        pairs = [(o, cotangents[i]) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
-        pairs = [(o, torch.zeros_like(o) if ct is None else ct) for o, ct in pairs]
-        found, _ = session.backward([o for o, _ in pairs], [ct for _, ct in pairs], inputs)
-        grads = tree.build(template, [sink.finish() for sink in sinks])
-        note_call(states)
-        rest = iter(found)
-        input_grads: Any = optree.tree_map(
-            lambda value: next(rest) if isinstance(value, torch.Tensor) and value.is_floating_point() else None,
-            given,
-            none_is_leaf=True,
-        )
-        return grads, input_grads
-
-    return tree.build(out_template, [_detach(leaf) for leaf in leaves]), pullback
-
-
-def _check_cotangents(outputs: list[Any], cotangents: dict[int, Any]) -> None:
-    for number, output in enumerate(outputs):
-        cotangent = cotangents.get(number)
-        if not isinstance(output, torch.Tensor) or cotangent is None:
-            continue
-        if not isinstance(cotangent, torch.Tensor) or cotangent.shape != output.shape:
-            got = f"shape {tuple(cotangent.shape)}" if isinstance(cotangent, torch.Tensor) else repr(cotangent)
-            raise StateError(
-                bad(
-                    "cotangent",
-                    got,
-                    f"a tensor of shape {tuple(output.shape)}, or None for zero",
-                    "give one in the structure of `out`",
-                )
-            )
 
 
 @contextlib.contextmanager

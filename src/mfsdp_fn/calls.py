@@ -9,6 +9,7 @@ import torch
 
 from . import tree
 from .errors import StateError, bad
+from .flights import Flights
 from .gradients import GradientSink
 from .runtime import ExecutionOrder, PrefetchOrder
 from .session import Session, opaque_session
@@ -136,7 +137,8 @@ def make_sinks(
                 )
             )
         given = [by_path[path] for path in paths]
+    flights = Flights(states[0].spec.runtime)  # `open_call` saw to it that all states have one policy
     return [
-        GradientSink(one, total, is_last_microbatch=is_last_microbatch, donate=donate)
+        GradientSink(one, total, flights, is_last_microbatch=is_last_microbatch, donate=donate)
         for one, total in zip(states, given, strict=True)
     ]

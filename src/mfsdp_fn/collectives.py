@@ -1,6 +1,6 @@
-"""The only file that talks to `torch.distributed`.
+"""The only file that talks to `torch.distributed`, with `symmetric.py`, which does so in another kind of memory.
 
-With `session.py`, `autodiff.py` and the compiled path it is also the only one that uses private torch API.
+With these, `session.py`, `autodiff.py` and the compiled path they are also the only ones that use private torch API.
 
 Collectives are asynchronous functional ops (``torch.ops._c10d_functional``: private, but what
 `torch.distributed._functional_collectives` and every compiler pass are built on): a launch returns a tensor
@@ -28,6 +28,7 @@ from .errors import PlanError, StateError, bad
 from .mesh import AbstractMesh
 from .simulated_mesh import SimulatedMesh
 from .simulation import Arrival, Communicator
+from .symmetric import Staged, Staging
 
 Mesh = DeviceMesh | AbstractMesh | SimulatedMesh
 
@@ -46,7 +47,8 @@ _reduction_groups = weakref.WeakKeyDictionary()
 class Axis:
     """One mesh axis: its size, this rank's place on it, and the names of its two communicators.
 
-    The names are None on an `AbstractMesh`, and on a simulated one, which has `simulated` instead.
+    The names are None on an `AbstractMesh`, and on a simulated one, which has `simulated` instead; the stagings
+    without `use_symmetric_memory`.
     """
 
     size: int
@@ -54,6 +56,8 @@ class Axis:
     gather_group: str | None = dataclasses.field(default=None, compare=False)
     reduce_group: str | None = dataclasses.field(default=None, compare=False)
     simulated: Communicator | None = dataclasses.field(default=None, compare=False, repr=False)
+    gather_staging: Staging | None = dataclasses.field(default=None, compare=False, repr=False)
+    reduce_staging: Staging | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]:
@@ -88,7 +92,7 @@ def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]
                     "give the ranks of a mesh in ascending order",
                 )
             )
-        reduction = _reduction_group(group) if separate_reductions else group
+        reduction = reduction_group(group) if separate_reductions else group
         axes.append(Axis(mesh.size(axis), coordinate[axis], group.group_name, reduction.group_name))
     probe = torch.zeros(1, device=device_of(mesh))
     for axis in axes:  # NCCL connects at the first collective; better here than inside a step
@@ -107,7 +111,8 @@ def of_group(axes: Sequence[Axis], name: str) -> tuple[Axis, ...]:
     )
 
 
-def _reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The communicator for reductions beside a mesh axis' own; collective over its ranks the first time."""
     known = _reduction_groups.get(group)
     found = None if known is None else known()
     if found is None:
@@ -152,7 +157,7 @@ class PendingCollective:
     to wait for where it isn't the tensor itself; `source` what the transfer reads, alive until then.
     """
 
-    raw: torch.Tensor | Arrival
+    raw: torch.Tensor | Arrival | Staged
     sizes: tuple[int, ...] | None
     dtype: torch.dtype
     work: dist.Work | None = None
@@ -160,7 +165,7 @@ class PendingCollective:
 
     def wait(self) -> torch.Tensor:
         """The result, ordered after the collective on the current stream."""
-        if isinstance(self.raw, Arrival):
+        if isinstance(self.raw, (Arrival, Staged)):
             done = self.raw.wait()
         elif self.work is None:
             done = _ops.wait_tensor(self.raw)
@@ -173,18 +178,8 @@ class PendingCollective:
 
 
 # Gloo and NCCL agree on these; anything else (float8, int16, …) travels as bytes.
-_WIRE_DTYPES = frozenset(
-    (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    )
-)
+_WIRE_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_WIRE_DTYPES |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 
 
 def _group(name: str | None, what: str) -> str:
@@ -224,6 +219,8 @@ def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending
     scale = local.dtype.itemsize // wire.dtype.itemsize
     widest = max(sizes)
     if all(size == widest for size in sizes):
+        if axis.gather_staging is not None and (staged := axis.gather_staging.all_gather(wire, axis.size, name)):
+            return PendingCollective(staged, None, local.dtype)
         return PendingCollective(_even_gather(wire, axis.size, name), None, local.dtype)
     group = _ragged_group(wire, name)
     if group is not None:
@@ -254,6 +251,8 @@ def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pend
     name = _group(axis.reduce_group, "reduce")
     widest = max(sizes)
     if all(size == widest for size in sizes):
+        if axis.reduce_staging is not None and (staged := axis.reduce_staging.reduce_scatter(full, axis.size, name)):
+            return PendingCollective(staged, None, full.dtype)
         return PendingCollective(_ops.reduce_scatter_tensor(full, "sum", axis.size, name), None, full.dtype)
     group = _ragged_group(full, name)
     if group is not None:
@@ -270,7 +269,10 @@ def all_reduce(full: torch.Tensor, axis: Axis) -> PendingCollective:
         return PendingCollective(full.clone(), None, full.dtype)
     if axis.simulated is not None:
         return PendingCollective(axis.simulated.all_reduce(full), None, full.dtype)
-    return PendingCollective(_ops.all_reduce(full, "sum", _group(axis.reduce_group, "reduce")), None, full.dtype)
+    name = _group(axis.reduce_group, "reduce")
+    if axis.reduce_staging is not None and (staged := axis.reduce_staging.all_reduce(full, name)):
+        return PendingCollective(staged, None, full.dtype)
+    return PendingCollective(_ops.all_reduce(full, "sum", name), None, full.dtype)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis) -> PendingCollective:

@@ -24,6 +24,7 @@ from .row_rules import check_row_rules, with_leading_dims
 from .runtime import RuntimePolicy, check_runtime
 from .simulated_mesh import SimulatedMesh
 from .spec import LeafSpec, ShardSpec, ready
+from .staging import check_symmetric_memory, with_symmetric_memory
 
 
 def plan(
@@ -112,7 +113,8 @@ def plan(
     assert spec is not None
     axes = collectives.axes_of(mesh, separate_reductions=runtime.overlap_allgather_reduction)
     groups = tuple(dataclasses.replace(group, axes=collectives.of_group(axes, group.name)) for group in spec.groups)
-    return ready(dataclasses.replace(spec, groups=groups))
+    spec = dataclasses.replace(spec, groups=groups)
+    return ready(with_symmetric_memory(spec) if runtime.use_symmetric_memory else spec)
 
 
 def _shard_layout(value: str | ShardLayout) -> ShardLayout | None:
@@ -171,6 +173,8 @@ def _plan_alone(
         runtime.store_compute_weights,
         split_by_row_size,
     )
+    if runtime.use_symmetric_memory:
+        check_symmetric_memory(groups)
     if not any(leaf.requires_grad for leaf in leaves):
         raise PlanError(
             bad(

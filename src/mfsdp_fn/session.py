@@ -24,8 +24,8 @@ from .errors import MfsdpError, StateError, bad
 from .gradients import GradientSink
 from .runtime import ExecutionOrder
 from .state import ShardState, UnitState
-from .tape import Tape, TapePhase
-from .tape_record import Record, Slot
+from .tape import Tape
+from .tape_record import Record, Slot, TapePhase
 from .unsharding import unit_values, whole_views
 
 
@@ -205,34 +205,66 @@ class Session:
     def backward(
         self, outputs: list[torch.Tensor], cotangents: list[torch.Tensor | None], inputs: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor | None], ExecutionOrder]:
-        """Run autograd and the rest of the walk; gradients of `inputs`."""
+        """Run autograd and the rest of the walk; gradients of `inputs`. The last reductions may be in flight."""
+        try:
+            found = self._run(outputs, cotangents, [self.anchor, *inputs], reduce=True)
+            order = self.tape.finish()
+        except BaseException:
+            self.abandon()
+            raise
+        self._close()
+        return found[1:], order
+
+    def backward_to_inputs(
+        self, outputs: list[torch.Tensor], cotangents: list[torch.Tensor | None], inputs: list[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Run autograd for the gradients of `inputs` alone: gathers, reduces nothing, and leaves `backward` to come."""
+        try:
+            found = self._run(outputs, cotangents, inputs, reduce=False)
+            self.tape.pause()
+        except BaseException:
+            self.abandon()
+            raise
+        return found
+
+    def _run(
+        self,
+        outputs: list[torch.Tensor],
+        cotangents: list[torch.Tensor | None],
+        inputs: list[torch.Tensor],
+        *,
+        reduce: bool,
+    ) -> list[torch.Tensor | None]:
         for record, saved in self.uses:
             record.bare |= not saved[0]
         self.storages.clear()
+        self.tape.begin_backward(reduce=reduce)
         pairs = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
+        if not pairs or not inputs:
+            return [None] * len(inputs)
         try:
-            self.tape.begin_backward()
-            found: tuple[torch.Tensor | None, ...] = (None,) * (1 + len(inputs))
-            if pairs:
-                found = torch.autograd.grad(
-                    [out for out, _ in pairs],
-                    [self.anchor, *inputs],
-                    [ct for _, ct in pairs],
-                    allow_unused=True,
-                )
-            return list(found[1:]), self.tape.finish()
+            found = torch.autograd.grad(
+                [out for out, _ in pairs],
+                inputs,
+                [ct for _, ct in pairs],
+                allow_unused=True,
+                retain_graph=not reduce,
+            )
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise _reentrant_error() from error
             raise
-        finally:
-            self.abandon()
+        return list(found)
 
     def abandon(self) -> None:
         """Wait for everything launched; nothing more can be done with this call."""
         self.tape.close()
         for sink in self.sinks:
-            sink.drain()
+            sink.flights.drain()
+        self._close()
+
+    def _close(self) -> None:
+        self.tape.close()
         self.sinks = []
         self.storages.clear()
         self.uses.clear()

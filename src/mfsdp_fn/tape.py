@@ -18,7 +18,6 @@ used later are left before it gets them, with zeros where no gradient came.
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -27,19 +26,11 @@ import torch
 from .errors import OrderError, StateError, bad
 from .runtime import ExecutionOrder, Phase, PrefetchOrder
 from .state import ShardState, UnitState, check_alive
-from .tape_record import Record, Slot
+from .tape_record import Record, Slot, TapePhase
 
 
 def _refuse(key: tuple[int, str]) -> None:
     raise AssertionError(f"unit {key} reduced after its call was closed")
-
-
-class TapePhase(enum.Enum):
-    """Where a call is."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    CLOSED = "closed"
 
 
 class Tape:
@@ -52,6 +43,7 @@ class Tape:
         recorded: ExecutionOrder | None,
     ) -> None:
         self.phase = TapePhase.FORWARD
+        self.reduces = True
         self.records: dict[tuple[int, str], Record] = {}
         for root, state in enumerate(states):
             for unit in state.spec.units:
@@ -171,8 +163,8 @@ class Tape:
 
     # Backward
 
-    def begin_backward(self) -> None:
-        """Forward is over: fix the walk."""
+    def begin_backward(self, *, reduce: bool) -> None:
+        """Forward is over: fix the walk. One that doesn't reduce ends with `pause`, and another one follows."""
         if self.recorded is not None and len(self.sequence) < len(self.recorded.units):
             raise OrderError(
                 bad(
@@ -185,10 +177,12 @@ class Tape:
         self.drain()
         self._forget_forward()
         self.phase = TapePhase.BACKWARD
+        self.reduces = reduce
         used = [record for record in self.records.values() if record.opened > 0]
         self.entering = sorted(used, key=lambda record: (not record.key[1], record.last))
         self.leaving = sorted(used, key=lambda record: record.opened)
         for record in used:
+            record.launched = record.left = False
             if not record.bare:
                 record.slot = None  # its saved views hold it from here on
 
@@ -237,6 +231,9 @@ class Tape:
 
     def _leave(self, record: Record) -> None:
         record.left = True
+        if not self.reduces:
+            record.rest()
+            return
         self._release(record)
         if record.trainable:
             self.reduce_unit(record.key)
@@ -292,6 +289,10 @@ class Tape:
         if slot is None or not record.gathered:
             return [pending.wait() for pending in record.launch(Phase.BACKWARD)]
         return slot.get()
+
+    def pause(self) -> None:
+        """Walk to the end without having reduced anything: what other ranks gathered is gathered here too."""
+        self.advance(0)
 
     def finish(self) -> ExecutionOrder:
         """Walk to the end and close; gives the sequence of units of the forward."""

@@ -13,6 +13,7 @@ import torch
 import torch.fx.traceback
 
 from . import collectives, reduction
+from .errors import StateError, bad
 from .graph import REGATHER
 from .group import GroupSpec
 from .model_weights import weights_of
@@ -86,6 +87,15 @@ class Session:
     """One traced call: gradient slots, and each unit's parameters."""
 
     def __init__(self, states: Sequence[ShardState]) -> None:
+        if states[0].spec.runtime.use_symmetric_memory:
+            raise StateError(
+                bad(
+                    "runtime.use_symmetric_memory",
+                    "True in a compiled step",
+                    "False: a graph's buffers are the compiler's",
+                    "plan without it, or run the step uncompiled",
+                )
+            )
         self.states = states
         self.anchor = states[0].spec.anchor
         self.slots: dict[tuple[int, int], torch.Tensor] = {}
@@ -146,6 +156,7 @@ def _finish(
     last: bool,
 ) -> ShardState:
     defers = any(group.defers for group in spec.groups)
+    last = last and not spec.runtime.caller_managed_grad_sync
     final = last or not defers
     main = []
     for number, group in enumerate(spec.groups):
