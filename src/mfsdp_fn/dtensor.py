@@ -21,7 +21,8 @@ def to_dtensors(state: ShardState) -> dict[str, DTensor]:
     A DTensor's plain ``Shard(0)`` fixes which rows each rank holds. Where a group's layout gives every rank just
     those, its DTensors are views of the state's buffer and nothing is communicated. Elsewhere (rows 1 and 3 on two
     ranks, say) the group is gathered (one all-gather a sharded axis, one group at a time) and each rank keeps its
-    rows. 0-D tensors are replicated. Frozen groups of gradients and moments, which hold nothing, are left out.
+    rows. 0-D tensors are replicated. A unit on a mesh of its own gives DTensors over that. Frozen groups of gradients
+    and moments, which hold nothing, are left out.
 
     Raises:
         StateError: not a finished state, or one planned on an `AbstractMesh`.
@@ -38,11 +39,12 @@ def to_dtensors(state: ShardState) -> dict[str, DTensor]:
     for group, main in zip(spec.groups, state.main, strict=True):
         if tuple(main.shape) == NOTHING:  # the same answer on every rank, also where a segment is empty
             continue
+        assert isinstance(group.mesh, DeviceMesh)  # all are of one kind
         locals_ = _rows_held(group, main) if _is_plain(group) else _rows_wanted(group, main)
         for index, (_, shape, _) in enumerate(group.views):
             found[group.number, index] = DTensor.from_local(
                 locals_[index],
-                spec.mesh,
+                group.mesh,
                 _placements(group, shape),
                 run_check=False,
                 shape=shape,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .collectives import Axis
     from .group import GroupSpec
     from .spec import ShardSpec
 
@@ -43,6 +45,10 @@ def explain(spec: ShardSpec) -> str:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
-    sizes = "x".join(str(axis.size) for axis in spec.groups[0].axes) if spec.groups else "-"
-    head = f"{len(spec.leaves)} leaves in {len(spec.groups)} groups of {len(spec.units)} units over {sizes} ranks"
-    return "\n".join([head, *lines])
+    head = f"{len(spec.leaves)} leaves in {len(spec.groups)} groups of {len(spec.units)} units over {_sizes(spec.axes)}"
+    others = {id(g.mesh): f"{g.unit or '(root)'} over {_sizes(g.axes)}" for g in spec.groups if g.mesh is not spec.mesh}
+    return "\n".join([", ".join([f"{head} ranks", *others.values()]), *lines])
+
+
+def _sizes(axes: Sequence[Axis]) -> str:
+    return "x".join(str(axis.size) for axis in axes)

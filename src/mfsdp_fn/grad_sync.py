@@ -39,7 +39,11 @@ def reduce(
     if into is not None:
         check_state(into, "into", spec)
     total = _reduce_inner(by_group, spec, into)
-    if is_last_microbatch and total.stage is Stage.ACCUMULATING and not any(g.grad_scatters for g in spec.groups):
+    if (
+        is_last_microbatch
+        and total.stage is Stage.ACCUMULATING
+        and not any(g.grad_scatters and g.defers for g in spec.groups)
+    ):
         total = finish_grad_sync(total)
     if into is not None and into.stage is Stage.FINAL and any(group.defers for group in spec.groups):
         total = finish_grad_sync(total)

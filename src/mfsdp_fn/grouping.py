@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import layout_builder
+from .by_unit import UnitSettings
 from .collectives import Axis, Mesh
 from .errors import PlanError, bad
 from .explain import ALIGNMENT
@@ -30,15 +31,13 @@ def tie_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 def make_groups(
     tensors: Sequence[torch.Tensor],
     leaves: tuple[LeafSpec, ...],
-    mesh: Mesh,
-    placements: Placements,
+    settings: Mapping[str, UnitSettings],
     precision: MixedPrecisionPolicy,
     shard_layout: ShardLayout | None,
     owners: Mapping[str, int] | None,
-    grad_scale: float,
     store_compute: bool,
 ) -> tuple[tuple[LeafSpec, ...], tuple[GroupSpec, ...]]:
-    """Group the leaves by (unit, dtype, requires_grad); tied leaves share one tensor."""
+    """Group the leaves by (unit, dtype, requires_grad); tied leaves share one tensor. `settings` are by unit."""
     first_of: dict[tuple[Any, ...], int] = {}
     members: dict[tuple[str, torch.dtype, bool], list[int]] = {}
     tied_to: list[int] = []
@@ -49,10 +48,11 @@ def make_groups(
             _check_tie(leaves[first], leaf)
             continue
         members.setdefault((leaf.unit, leaf.dtype, leaf.requires_grad), []).append(number)
-    axes = tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
     groups: list[GroupSpec] = []
     slot: dict[int, tuple[int, int]] = {}
     for (unit, dtype, requires_grad), numbers in members.items():
+        mesh, placements = settings[unit].mesh, settings[unit].placements
+        axes = places_on(mesh)
         dtypes = precision.resolve(dtype, requires_grad=requires_grad)
         ordered = _aligned_order(numbers, leaves, dtypes)
         shapes = [leaves[number].shape for number in ordered]
@@ -69,19 +69,24 @@ def make_groups(
                 layout=_layout(shapes, paths, placements, axes, shard_layout, owners),
                 placements=placements,
                 dtypes=dtypes,
-                grad_scale=grad_scale,
+                grad_scale=settings[unit].grad_scale,
                 store_compute=store_compute,
                 mesh=mesh,
                 axes=axes,
             )
         )
         slot.update((number, (len(groups) - 1, index)) for index, number in enumerate(ordered))
-    _check_owners(owners, groups, placements)
+    _check_owners(owners, groups)
     placed = tuple(
         dataclasses.replace(leaf, group=slot[first][0], index=slot[first][1])
         for leaf, first in zip(leaves, tied_to, strict=True)
     )
     return placed, tuple(groups)
+
+
+def places_on(mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes of a mesh as this rank sees them, communicators left out."""
+    return tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
 
 
 def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
@@ -151,10 +156,10 @@ def _layout(
     return ragged if widest * shards * 33 < padded.size * 32 else padded
 
 
-def _check_owners(owners: Mapping[str, int] | None, groups: Sequence[GroupSpec], placements: Placements) -> None:
+def _check_owners(owners: Mapping[str, int] | None, groups: Sequence[GroupSpec]) -> None:
     if owners is None:
         return
-    if not any(isinstance(p, TensorAtomic) for p in placements.optimizer):
+    if not any(isinstance(p, TensorAtomic) for group in groups for p in group.placements.optimizer):
         raise PlanError(
             bad(
                 "owners",

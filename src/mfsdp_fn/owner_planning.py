@@ -97,8 +97,9 @@ def plan_owners(
 
     Groups are assigned in order, each starting with the loads of those before it, by the rule of
     `assign_owner_work`; then tasks are shifted between holders to even out the total (`owner_balance.refine`).
-    Plain integers, the same on every rank of a shard set: nothing is sent. With two sharded axes (hfsdp) a
-    communicator over both is made, collectively, the first time.
+    Plain integers, the same on every rank of a shard set: nothing is sent. Groups over different ranks (meshes by
+    unit) are evened out by themselves, the widest first; the others start with its loads. With two sharded axes
+    (hfsdp) a communicator over both is made, collectively, the first time.
 
     Args:
         spec: the plan.
@@ -132,20 +133,32 @@ def balance(
         jobs: group, layout (the group's, or a finer one of the same buffer) and participating tensors.
         cost_fn: as in `plan_owners`.
     """
-    loads: dict[int, float] = {}
-    works: list[OwnerWork] = []
-    owners: list[int] = []
-    counts = []
-    for group, layout, indices in jobs:
-        ranks = collectives.ranks_of(group.mesh, sharded_axes(group.placements.optimizer))
-        mine = works_of(layout, ranks, indices, cost_fn)
-        first = greedy(mine, loads)
-        works += mine
-        owners += [first[work.tensor_index] for work in mine]
-        counts.append(len(mine))
-    final = iter(zip(works, refine(works, owners, loads), strict=True))
-    found = []
-    for (group, layout, _), count in zip(jobs, counts, strict=True):
-        by_tensor = {work.tensor_index: owner for work, owner in itertools.islice(final, count)}
-        found.append(made(group, layout, dict(sorted(by_tensor.items()))))
-    return found
+    sets = [collectives.ranks_of(group.mesh, sharded_axes(group.placements.optimizer)) for group, _, _ in jobs]
+    found: dict[int, GroupOwnerLayout] = {}
+    done: dict[tuple[int, ...], dict[int, float]] = {}
+    for ranks in sorted(dict.fromkeys(sets), key=lambda ranks: -len(ranks)):
+        # Loads that every one of these ranks knows: others would plan otherwise with what only some know.
+        loads: dict[int, float] = {}
+        for wider, theirs in done.items():
+            if set(ranks) <= set(wider):
+                loads = {rank: loads.get(rank, 0) + theirs.get(rank, 0) for rank in ranks}
+        works: list[OwnerWork] = []
+        owners: list[int] = []
+        counts: dict[int, int] = {}
+        for number in (number for number, mine in enumerate(sets) if mine == ranks):
+            group, layout, indices = jobs[number]
+            mine = works_of(layout, ranks, indices, cost_fn)
+            first = greedy(mine, loads)
+            works += mine
+            owners += [first[work.tensor_index] for work in mine]
+            counts[number] = len(mine)
+        refined = refine(works, owners, loads)
+        final = iter(zip(works, refined, strict=True))
+        for number, count in counts.items():
+            group, layout, _ = jobs[number]
+            by_tensor = {work.tensor_index: owner for work, owner in itertools.islice(final, count)}
+            found[number] = made(group, layout, dict(sorted(by_tensor.items())))
+        done[ranks] = {}
+        for work, owner in zip(works, refined, strict=True):
+            done[ranks][owner] = done[ranks].get(owner, 0) + work.cost
+    return [found[number] for number in range(len(jobs))]

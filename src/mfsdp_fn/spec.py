@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import torch
 
 from . import tree, units
-from .collectives import Mesh, device_of
+from .collectives import Axis, Mesh, device_of
 from .errors import PlanError, bad
 from .group import GroupSpec
-from .placement import Placements
+from .placement import Placements, sharded_axes
 from .runtime import RuntimePolicy
 
 
@@ -34,7 +34,8 @@ class ShardSpec:
     """The frozen plan of a sharded tree; make it with `plan`.
 
     Hashable, compared by `digest`. It is the static part of every state pytree, so trees with different plans
-    can't be mixed by accident.
+    can't be mixed by accident. `mesh` and `placements` are the defaults, and `axes` this rank's communicators over
+    `mesh`; a group has its own.
     """
 
     leaves: tuple[LeafSpec, ...]
@@ -42,6 +43,7 @@ class ShardSpec:
     units: tuple[str, ...]
     template: tree.Template
     mesh: Mesh
+    axes: tuple[Axis, ...]
     placements: Placements
     runtime: RuntimePolicy
     namespace: str
@@ -150,6 +152,39 @@ class ShardSpec:
         return frozenset(
             unit for unit in self.units if any(units.matches(pattern, units.split(unit)) for pattern in kept)
         )
+
+    @functools.cached_property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The default mesh, and others that groups lie on, in order."""
+        return tuple({id(mesh): mesh for mesh in (self.mesh, *(group.mesh for group in self.groups))}.values())
+
+    @functools.cached_property
+    def norm_parts(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By group, the runs of this rank's main buffer that it adds to a norm over `norm_axes`.
+
+        With one mesh and one optimizer placement: its parts of trainable groups; only axes that shard are summed
+        over. Else all ranks are, and of replicas only the first counts, so that every element counts once.
+        """
+        counted = []
+        for group in self.groups:
+            first = self._is_uniform or all(
+                not axis.rank or placement.is_sharded
+                for axis, placement in zip(group.axes, group.placements.optimizer, strict=True)
+            )
+            counted.append(group.main_runs if first and group.requires_grad else ())
+        return tuple(counted)
+
+    @functools.cached_property
+    def norm_axes(self) -> tuple[Axis, ...]:
+        """The axes that a norm is summed over, in order."""
+        if self._is_uniform:
+            return tuple(self.axes[number] for number in sharded_axes(self.placements.optimizer))
+        return self.axes[::-1]
+
+    @functools.cached_property
+    def _is_uniform(self) -> bool:
+        optimizer = self.placements.optimizer
+        return all(group.mesh is self.mesh and group.placements.optimizer == optimizer for group in self.groups)
 
     @functools.cached_property
     def numel(self) -> int:
