@@ -14,6 +14,7 @@ _KINDS = {
     "reduce_scatter_tensor": "scatter",
     "all_reduce": "all_reduce",
     "broadcast": "broadcast",
+    "all_to_all_single": "all_to_all",
 }
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::matmul", "aten::bmm")
 
