@@ -81,7 +81,16 @@ def settings_of(
         at, where = _longest("mesh", meshes, there)
         laid, how = _longest("placements", layouts, there)
         argument = _entry("placements", laid if isinstance(placements, Mapping) else "")
-        check_placements(how, where.ndim, argument if not at else f"{argument}, for unit {unit!r} on mesh[{at!r}]")
+        if at and how.ndim != where.ndim:
+            raise PlanError(
+                bad(
+                    argument,
+                    f"{how.ndim} placements for unit {unit!r}",
+                    f"one for each of the {where.ndim} axes of mesh[{at!r}]",
+                    'give placements by unit too: {"": hsdp(), "blocks.*.experts": zero3()}',
+                )
+            )
+        check_placements(how, where.ndim, argument)
         return UnitSettings(where, with_block_size(how, block_size), float(_longest("grad_scale", scales, there)[1]))
 
     return settle(""), {unit: settle(unit) for unit in units}

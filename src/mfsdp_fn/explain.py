@@ -46,7 +46,10 @@ def explain(spec: ShardSpec) -> str:
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     head = f"{len(spec.leaves)} leaves in {len(spec.groups)} groups of {len(spec.units)} units over {_sizes(spec.axes)}"
-    others = {id(g.mesh): f"{g.unit or '(root)'} over {_sizes(g.axes)}" for g in spec.groups if g.mesh is not spec.mesh}
+    others: dict[int, str] = {}
+    for group in spec.groups:
+        if group.mesh is not spec.mesh:
+            others.setdefault(id(group.mesh), f"{group.unit or '(root)'} over {_sizes(group.axes)}")
     return "\n".join([", ".join([f"{head} ranks", *others.values()]), *lines])
 
 
