@@ -58,7 +58,7 @@ class Exchange(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return Exchange.apply(grad, ctx.group), None
 
 

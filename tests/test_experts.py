@@ -224,8 +224,8 @@ def policies(rank: int, world: int) -> None:
     ):
         state, group = made(mf.hsdp, mf.zero3, (2, 2), 2, runtime=runtime)
         transformed = mf.value_and_grad(experts.sharded_loss)
-        for _ in range(2):
-            _, grads = transformed(state, batch_of(0, 0, rank), 1.0, group)
+        transformed(state, batch_of(0, 0, rank), 1.0, group)
+        _, grads = transformed(state, batch_of(0, 0, rank), 1.0, group)
         expected = expected or mf.unshard(grads)
         assert_equal(mf.unshard(grads), expected, runtime)
 
