@@ -50,7 +50,7 @@ class Counting(TorchDispatchMode):
             else:
                 # The weak reference keeps the address from being used again.
                 result, source = (StorageWeakRef(t.untyped_storage()) for t in (out, args[0]))
-                group = next(a for a in reversed(args) if isinstance(a, str))
+                group = args[-1] if isinstance(args[-1], str) else ""  # DTensor's own come with a process group
                 sent, received = args[0].nbytes, out.nbytes
                 self.events.append(Event(_KINDS[name], group, sent, received, source, result))
                 self.open[out.untyped_storage()._cdata] = result

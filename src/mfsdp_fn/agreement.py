@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from . import collectives
+from . import collectives, tensor_parallel
 from .collectives import Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
@@ -20,7 +20,7 @@ def description(
     """What ranks must agree on, a line a fact, leaves first."""
     lines = [
         f"leaf {leaf.path!r}: {tuple(leaf.shape)} {leaf.dtype} requires_grad={leaf.requires_grad} unit={leaf.unit!r} "
-        f"group={leaf.group} index={leaf.index}"
+        f"group={leaf.group} index={leaf.index}{tensor_parallel.description(leaf.parallel)}"
         for leaf in leaves
     ]
     for group in groups:

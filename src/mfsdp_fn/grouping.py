@@ -19,13 +19,15 @@ from .layout import GlobalLayout
 from .placement import BlockAtomic, Placements, ShardLayout, TensorAtomic, sharded_axes
 from .precision import GroupDtypes, MixedPrecisionPolicy
 from .spec import LeafSpec
+from .tensor_parallel import local_of
 
 
 def tie_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are one memory seen the same way: tied parameters."""
-    if tensor.device.type == "meta" or not tensor.numel():
+    local = local_of(tensor)
+    if local.device.type == "meta" or not local.numel():
         return (id(tensor),)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
 
 
 def make_groups(
@@ -97,6 +99,15 @@ def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
                 f"one tensor at {first.path!r} (unit {first.unit!r}) and {second.path!r} (unit {second.unit!r})",
                 "tied tensors in one unit",
                 "choose unit patterns that put both in the same unit, or in the root",
+            )
+        )
+    if first.parallel != second.parallel:
+        raise PlanError(
+            bad(
+                "params",
+                f"one memory at {first.path!r} and {second.path!r}, of which one lies otherwise over other axes",
+                "tied DTensors with one placement",
+                "tie the tensor itself, or copy it",
             )
         )
     if first.requires_grad != second.requires_grad:

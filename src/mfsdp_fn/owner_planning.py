@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from . import collectives
 from .collectives import Mesh
+from .errors import PlanError, bad
 from .group import GroupSpec
 from .layout import GlobalLayout
 from .owner_balance import CostFn, OwnerWork, greedy, ns_cost_fn, refine, select_ge_2d_params, works_of
@@ -111,7 +112,7 @@ def plan_owners(
         One owner layout for each trainable group, in order of ``spec.groups``.
 
     Raises:
-        PlanError: a cost that isn't a positive number.
+        PlanError: a cost that isn't a positive number; a DTensor that is sharded over other axes.
 
     >>> import torch, mfsdp_fn as mf
     >>> params = {f"l.{i}.w": torch.zeros(4, 4, requires_grad=True) for i in range(4)}
@@ -121,6 +122,18 @@ def plan_owners(
     """
     groups = [group for group in spec.groups if group.requires_grad]
     jobs = [(group, group.layout, eligible(group, eligible_fn)) for group in groups]
+    taking_part = {(group.number, index) for group, _, indices in jobs for index in indices}
+    for leaf in spec.leaves:
+        cut = leaf.parallel is not None and not leaf.parallel.is_whole(range(len(leaf.shape)))
+        if cut and (leaf.group, leaf.index) in taking_part:
+            raise PlanError(
+                bad(
+                    "eligible_fn",
+                    f"{leaf.path!r}, a DTensor of which this rank has only a part over other axes",
+                    "tensors that can be brought together over data-parallel ranks",
+                    "leave it out",
+                )
+            )
     return dict(zip(groups, balance(jobs, cost_fn), strict=True))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import collectives, tree
+from . import collectives, tensor_parallel, tree
 from . import units as units_module
 from .agreement import agree, description
 from .by_unit import default_mesh, settings_of
@@ -51,6 +51,10 @@ def plan(
       hold different tensors (each rank's own) of the same shapes;
     - a gradient is the mean over its own unit's ranks times `grad_scale`. Tokens that come from `ep` ranks add up in an
       expert's gradient: ``grad_scale={"blocks.*.experts": 1 / ep}`` makes it the mean over the whole batch.
+
+    Parameters that are DTensors already, over other axes (after `parallelize_module`, say), keep those: this rank's
+    parts of them are sharded over `mesh`, which must not have those axes, and `unshard` gives DTensors again. Plain
+    tensors beside them count as replicated over those axes.
 
     Args:
         params: pytree of tensors. A plain tensor is trainable only if it requires grad.
@@ -110,7 +114,13 @@ def _with_communicators(spec: ShardSpec, *, separate_reductions: bool) -> ShardS
     """The spec with every mesh's communicators, made in one order on every rank."""
     found = {id(mesh): collectives.axes_of(mesh, separate_reductions=separate_reductions) for mesh in spec.meshes}
     groups = tuple(dataclasses.replace(group, axes=found[id(group.mesh)]) for group in spec.groups)
-    return dataclasses.replace(spec, groups=groups, axes=found[id(spec.mesh)])
+    parallel = _first_parallel(spec.leaves)
+    beside = () if parallel is None else collectives.axes_of(parallel.mesh, separate_reductions=False)
+    return dataclasses.replace(spec, groups=groups, axes=found[id(spec.mesh)], parallel_axes=beside)
+
+
+def _first_parallel(leaves: Sequence[LeafSpec]) -> tensor_parallel.TensorParallel | None:
+    return next((leaf.parallel for leaf in leaves if leaf.parallel is not None), None)
 
 
 def _ready(spec: ShardSpec) -> ShardSpec:
@@ -160,6 +170,7 @@ def _plan_alone(
     present = dict.fromkeys(leaf.unit for leaf in leaves)
     order = (*(unit for unit in present if not unit), *(unit for unit in present if unit))
     default, settings = settings_of(order, mesh, placements, grad_scale, block_size)
+    _check_parallel(leaves, default.mesh)
     leaves, groups = make_groups(
         tensors, leaves, settings, precision, shard_layout, owners, runtime.store_compute_weights
     )
@@ -199,6 +210,7 @@ def _plan_alone(
         runtime=runtime,
         namespace=namespace,
         text_digest=digest,
+        parallel_axes=places_on(parallel.mesh) if (parallel := _first_parallel(leaves)) else (),
         anchor=torch.zeros((), device=collectives.device_of(default.mesh), requires_grad=True),
     )
 
@@ -222,8 +234,30 @@ def _leaves(
             )
         if tensor.is_sparse or tensor.layout != torch.strided:
             raise PlanError(bad("params", f"a {tensor.layout} tensor at {where!r}", "strided tensors", "densify it"))
-        leaves.append(LeafSpec(where, tensor.shape, tensor.dtype, tensor.requires_grad, unit))
+        parallel = tensor_parallel.planned(tensor, where)
+        shape = tensor_parallel.local_of(tensor).shape
+        leaves.append(LeafSpec(where, shape, tensor.dtype, tensor.requires_grad, unit, parallel=parallel))
     return tuple(leaves)
+
+
+def _check_parallel(leaves: Sequence[LeafSpec], mesh: Mesh) -> None:
+    """DTensors lie over one mesh, and over other axes than data-parallel ones."""
+    first: LeafSpec | None = None
+    for leaf in leaves:
+        if leaf.parallel is None:
+            continue
+        tensor_parallel.check_beside(leaf.parallel, mesh, leaf.path)
+        first = first or leaf
+        assert first.parallel is not None
+        if not tensor_parallel.same_mesh(leaf.parallel.mesh, first.parallel.mesh):
+            raise PlanError(
+                bad(
+                    "params",
+                    f"DTensors over two meshes, at {first.path!r} and {leaf.path!r}",
+                    "one mesh for all of them",
+                    "put both on a mesh with the axes of both, replicated where they aren't sharded",
+                )
+            )
 
 
 def _check_unit_is_one_subtree(unit: str, leaves: Sequence[LeafSpec], template: tree.Template) -> None:
