@@ -32,6 +32,7 @@ from models import (
 from pool import run_ranks
 
 Params = dict[str, torch.Tensor]
+DEPTH = 4
 HIDDEN = 6  # 3 rows a tensor-parallel rank, 2 and 1 of them on the data-parallel ones
 LAYOUTS: dict[str, Any] = {"up": Shard(0), "down": Shard(1), "mix": Replicate()}
 
@@ -43,7 +44,7 @@ def world_mesh(dp: int, tp: int) -> DeviceMesh:
 
 def whole() -> Params:
     params = {"embed": integers(VOCAB, DIM, seed=1)}
-    for i in range(2):
+    for i in range(DEPTH):
         params[f"blocks.{i}.up"] = integers(HIDDEN, DIM, seed=10 + i, high=1)
         params[f"blocks.{i}.down"] = integers(DIM, HIDDEN, seed=20 + i, high=1)
         params[f"blocks.{i}.mix"] = integers(DIM, DIM, seed=30 + i, high=1)
@@ -83,7 +84,7 @@ def plain_loss(params: Params, batch: Any, factor: float = 1.0) -> torch.Tensor:
     tokens, target = batch
     e = params["embed"][tokens]
     x = e
-    for i in range(2):
+    for i in range(DEPTH):
         x = run_block({key: params[f"blocks.{i}.{key}"] for key in ("up", "down", "mix", "bias")}, x, e)
     return (x * target).sum() * factor
 
@@ -96,7 +97,21 @@ def made(preset: str, dp: int, tp: int, **options: Any) -> tuple[mf.ShardState, 
 
 
 def fulls(tree: Params) -> Params:
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tree.items()}
+    """DTensors over tp as whole tensors. Not `full_tensor`: for Gloo's coalesced all-gathers see collectives.py."""
+    found = {}
+    for name, value in tree.items():
+        found[name] = value
+        if isinstance(value, DTensor):
+            parts: list[Any] = [None] * value.device_mesh.size()
+            torch.distributed.all_gather_object(parts, value.to_local().detach(), group=value.device_mesh.get_group())
+            (placement,) = value.placements
+            found[name] = torch.cat(parts, placement.dim) if isinstance(placement, Shard) else parts[0]
+    return found
+
+
+def part_of(value: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a whole tensor that lies as `like` does."""
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def train(rank: int, world: int, dp: int, presets: list[str]) -> None:
@@ -115,14 +130,13 @@ def train(rank: int, world: int, dp: int, presets: list[str]) -> None:
         assert_equal(fulls(found), expected, preset)
         combined = mf.to_dtensors(state, mesh=mesh)
         for name, value in expected.items():
-            whole_value = combined[name].redistribute(placements=[Replicate()] * combined[name].device_mesh.ndim)
-            assert torch.equal(whole_value.to_local(), value), (preset, name)
+            assert torch.equal(combined[name].to_local(), part_of(value, combined[name])), (preset, name)
             assert combined[name].device_mesh.ndim == (2 if isinstance(found[name], DTensor) else 1)
 
 
 @pytest.mark.parametrize(("world", "dp"), [(4, 2), (2, 2), (2, 1), (4, 1)])
 def test_training_equals_the_unsharded_model(world: int, dp: int) -> None:
-    run_ranks(world, train, dp, ["zero3", "zero1", "ddp", "zero2"] if (world, dp) == (4, 2) else ["zero3"])
+    run_ranks(world, train, dp, ["zero3", "zero1", "ddp"] if (world, dp) == (4, 2) else ["zero3"])
 
 
 def dtensors_of_any_rows(rank: int, world: int) -> None:
@@ -156,7 +170,7 @@ def norms(rank: int, world: int) -> list[torch.Tensor]:
     found = []
     expected = mf.plan(whole(), mf.AbstractMesh((1,), ("dp",)), mf.zero3(), precision=EXACT)
     leaves = trainable(whole())
-    loss = sum(plain_loss(leaves, batch_of(0, 0, r), 0.5) for r in range(2))
+    loss = plain_loss(leaves, batch_of(0, 0, 0), 0.5) + plain_loss(leaves, batch_of(0, 0, 1), 0.5)
     grads = torch.autograd.grad(loss, list(leaves.values()))
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     assert expected.numel == len(flat)
@@ -181,12 +195,27 @@ def counted(rank: int, world: int) -> None:
     axis = state.spec.groups[0].axes[0]
     with Counting() as counting:
         mf.value_and_grad(sharded_loss)(state, batch_of(0, 0, rank // 2), 1.0, mesh["tp"])
-    assert counting.count("gather", axis.gather_group) == 6 and counting.count("scatter", axis.reduce_group) == 3
-    assert counting.most_gathered <= 3
+    assert counting.count("gather", axis.gather_group) == 10 and counting.count("scatter", axis.reduce_group) == 5
+    assert counting.most_gathered <= 3, counting.most_gathered
 
 
 def test_counts() -> None:
     run_ranks(4, counted)
+
+
+def compiled(rank: int, world: int) -> None:
+    state, mesh = made("zero3", 1, 2)
+    transformed, tp = mf.value_and_grad(sharded_loss), mesh["tp"]
+    torch._dynamo.reset()
+    step = mf.compile(lambda state, batch: transformed(state, batch, 1.0, tp), backend="aot_eager")
+    loss, grads = step(state, batch_of(0, 0, 0))
+    expected, expected_grads = transformed(state, batch_of(0, 0, 0), 1.0, tp)
+    assert torch.equal(loss, expected)
+    assert_equal(fulls(mf.unshard(grads)), fulls(mf.unshard(expected_grads)))
+
+
+def test_a_graph_with_dtensors() -> None:
+    run_ranks(2, compiled, timeout=120)
 
 
 def reduced(rank: int, world: int) -> None:
@@ -250,8 +279,9 @@ def as_module(rank: int, world: int) -> None:
     plain = nn.Sequential(Mlp(), Mlp(), nn.Linear(8, 1)).double()
     torch.manual_seed(0)
     model = nn.Sequential(Mlp(), Mlp(), nn.Linear(8, 1)).double()
-    for mlp in model[:2]:
-        parallelize_module(mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for name in "01":
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model.get_submodule(name), mesh["tp"], styles)
     params = mf.params_of(model)
     spec = mf.plan(params, mesh["dp"], mf.zero3(), units=("*",), precision=EXACT)
     state = mf.shard(params, spec)

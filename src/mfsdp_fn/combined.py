@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement as TensorPlacement
 
-from .collectives import Axis, ranks_of
+from .collectives import Axis, all_gather, ranks_of
 from .errors import StateError, bad
 from .group import GroupSpec
 from .spec import ShardSpec
-from .tensor_parallel import TensorParallel, whole_of
+from .tensor_parallel import TensorParallel
 
 
 def chunk(rows: int, axes: Sequence[Axis], ranks: Sequence[int]) -> tuple[int, int]:
@@ -41,12 +41,13 @@ def check_combined(mesh: DeviceMesh | None, spec: ShardSpec) -> None:
         return
     leaf = beside[0]
     assert leaf.parallel is not None
+    others = leaf.parallel.mesh
     for group in {leaf.group: spec.groups[leaf.group] for leaf in beside}.values():
         data = group.mesh
         assert isinstance(data, DeviceMesh)
         wanted = {
             **_axes_by_name(data, "the data-parallel mesh"),
-            **_axes_by_name(leaf.parallel.mesh, "DTensors' mesh"),
+            **_axes_by_name(others, "the DTensors' mesh"),
         }
         got = _axes_by_name(mesh, "`mesh`") if isinstance(mesh, DeviceMesh) else None
         if got != wanted:
@@ -72,6 +73,7 @@ def on_both(
     group: GroupSpec,
     over: Sequence[TensorPlacement],
     parallel: TensorParallel,
+    beside: Sequence[Axis],
     mesh: DeviceMesh,
 ) -> DTensor:
     """A parameter over all axes of `mesh`.
@@ -81,6 +83,7 @@ def on_both(
         group: its group.
         over: placements on the axes of the group's mesh.
         parallel: how it lies over the other axes.
+        beside: those axes.
         mesh: the mesh with both kinds of axes.
     """
     assert isinstance(group.mesh, DeviceMesh)
@@ -90,8 +93,7 @@ def on_both(
     rows = Shard(0)
     local = gathered
     if rows in over and rows in parallel.placements:
-        kept = [Replicate() if placement == rows else placement for placement in parallel.placements]
-        local = whole_of(parallel, gathered.contiguous()).redistribute(parallel.mesh, kept).to_local()
+        local = _with_all_rows(gathered, parallel, beside)
     order = [axis for axis, placement in enumerate(placements) if placement == rows]
     if rows in over:
         axes = [Axis(mesh.size(axis), mesh.get_local_rank(axis)) for axis in order]
@@ -100,3 +102,17 @@ def on_both(
     return DTensor.from_local(
         local.clone(), mesh, placements, run_check=False, shape=parallel.shape, stride=parallel.stride
     )
+
+
+def _with_all_rows(local: torch.Tensor, parallel: TensorParallel, axes: Sequence[Axis]) -> torch.Tensor:
+    """`local` with the rows that ranks along the other axes have: one all-gather an axis that cuts them."""
+    cut = [axis for axis, placement in zip(axes, parallel.placements, strict=True) if placement == Shard(0)]
+    for number in reversed(range(len(cut))):  # an inner axis cuts what an outer one left
+        outer, axis = cut[:number], cut[number]
+        _, rows = chunk(parallel.shape[0], outer, [one.rank for one in outer])
+        row = local.shape[1:].numel()
+        sizes = [chunk(rows, [axis], [rank])[1] * row for rank in range(axis.size)]
+        shape = (rows, *local.shape[1:])
+        local = all_gather(local.reshape(-1), sizes, axis).wait() if sum(sizes) else local
+        local = local.reshape(shape)
+    return local

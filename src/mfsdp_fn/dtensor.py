@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TensorPlacement
 
 from .buffer import launch_gather
+from .collectives import Axis
 from .combined import check_combined, chunk, on_both
 from .errors import StateError, bad
 from .group import GroupSpec
@@ -52,7 +53,7 @@ def to_dtensors(state: ShardState, *, mesh: DeviceMesh | None = None) -> dict[st
         assert isinstance(group.mesh, DeviceMesh)  # all are of one kind
         beside = {leaf.index: leaf.parallel for leaf in spec.leaves if leaf.group == group.number and leaf.parallel}
         if beside and mesh is not None:
-            found.update(_over_both(group, main, beside, mesh))
+            found.update(_over_both(group, main, beside, spec.parallel_axes, mesh))
         if len(beside) == len(group.views):
             continue
         locals_ = _rows_held(group, main) if _is_plain(group) else _rows_wanted(group, main)
@@ -71,7 +72,11 @@ def to_dtensors(state: ShardState, *, mesh: DeviceMesh | None = None) -> dict[st
 
 
 def _over_both(
-    group: GroupSpec, main: torch.Tensor, beside: Mapping[int, TensorParallel], mesh: DeviceMesh
+    group: GroupSpec,
+    main: torch.Tensor,
+    beside: Mapping[int, TensorParallel],
+    axes: Sequence[Axis],
+    mesh: DeviceMesh,
 ) -> dict[tuple[int, int], DTensor]:
     """A group's DTensors over other axes."""
     flat = launch_gather(main, group.sync_gathers + group.gathers).wait()
@@ -79,7 +84,7 @@ def _over_both(
     for index, parallel in beside.items():
         offset, shape, numel = group.views[index]
         whole = flat.narrow(0, offset, numel).view(shape)
-        found[group.number, index] = on_both(whole, group, _placements(group, shape), parallel, mesh)
+        found[group.number, index] = on_both(whole, group, _placements(group, shape), parallel, axes, mesh)
     return found
 
 

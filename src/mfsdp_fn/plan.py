@@ -84,6 +84,10 @@ def plan(
     >>> spec = mf.plan(params, mf.AbstractMesh((2,), ("dp",)), mf.zero3(), units=("l.*",))
     >>> spec.units, [group.layout.size for group in spec.groups]
     (('', 'l.0'), [8, 4])
+    >>> meshes = {"": mf.AbstractMesh((4,), ("dp",)), "l.*": mf.AbstractMesh((2,), ("edp",))}
+    >>> spec = mf.plan(params, meshes, mf.zero3(), units=("l.*",), grad_scale={"l.*": 1 / 2})
+    >>> [(group.ranks, group.scale) for group in spec.groups]
+    [(4, 0.25), (2, 0.25)]
     """
     precision, runtime = precision or MixedPrecisionPolicy(), runtime or RuntimePolicy()
     over_all = default_mesh(mesh)
