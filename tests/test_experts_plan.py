@@ -228,6 +228,9 @@ def refusals_on_ranks(rank: int, world: int) -> None:
     cells = {tuple(c): DeviceMesh("cpu", c, mesh_dim_names=("edp",)) for c in ([0, 1], [2, 3], [1, 3])}
     with pytest.raises(mf.PlanError, match=r"`mesh` got cell \[.*\] on rank \d and \[.*\] on rank \d; expected cells"):
         plan(dp, cells[tuple(odd)])
+    again = mf.plan(params, {"": dp, "experts": DeviceMesh("cpu", dp.mesh, mesh_dim_names=dp.mesh_dim_names)},
+                    mf.zero3(), units=("experts",))  # fmt: skip
+    assert again.meshes == (dp,) and again.norm_axes == again.axes
     # The same spec on every rank, whose experts are not the same.
     spec = plan(dp, ep["edp"])
     found: list[Any] = [None] * world

@@ -14,6 +14,7 @@ from .collectives import Mesh, ranks_of
 from .errors import PlanError, bad
 from .mesh import AbstractMesh, check_abstract_mesh
 from .placement import Placements, check_placements, with_block_size
+from .tensor_parallel import same_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,8 @@ def settings_of(
     for pattern, one in meshes.items():
         if pattern:
             _check_inside(one, meshes[""], _entry("mesh", pattern))
+        # Each mesh is one object from here on: a slice that was taken twice has one set of communicators.
+        meshes[pattern] = next(other for other in meshes.values() if _is_same(one, other))
 
     def settle(unit: str) -> UnitSettings:
         there = units_module.split(unit)
@@ -158,6 +161,12 @@ def _check_mesh(mesh: Any, argument: str) -> None:
                 "call plan only on ranks of the mesh",
             )
         )
+
+
+def _is_same(one: Mesh, other: Mesh) -> bool:
+    if isinstance(one, DeviceMesh) and isinstance(other, DeviceMesh):
+        return same_mesh(one, other)
+    return one == other
 
 
 def _check_inside(mesh: Mesh, default: Mesh, argument: str) -> None:

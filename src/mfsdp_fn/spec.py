@@ -179,7 +179,7 @@ class ShardSpec:
                 not axis.rank or placement.is_sharded
                 for axis, placement in zip(group.axes, group.placements.optimizer, strict=True)
             )
-            runs = group.runs_of([i for i in range(len(group.paths)) if not replicas[group.number, i]])
+            runs = group.runs_of({i for i in range(len(group.paths)) if not replicas[group.number, i]})
             counted.append(runs if first and group.requires_grad else ())
         return tuple(counted)
 

@@ -107,7 +107,13 @@ def check_beside(parallel: TensorParallel, mesh: Mesh, path: str) -> None:
 
 def same_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
     """Whether two meshes have the same ranks in the same places."""
-    return one is other or (one.mesh_dim_names == other.mesh_dim_names and torch.equal(one.mesh, other.mesh))
+    if one is other:
+        return True
+    return (
+        one.device_type == other.device_type
+        and one.mesh_dim_names == other.mesh_dim_names
+        and torch.equal(one.mesh, other.mesh)
+    )
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
