@@ -33,8 +33,8 @@ def whole() -> Params:
 
 
 @functools.cache
-def expert_mesh(ep: int, edp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (ep, edp), mesh_dim_names=("ep", "edp"))
+def expert_mesh(ep: int, *edp: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (ep, *edp), mesh_dim_names=("ep", "outer", "edp")[:: 3 - len(edp)])
 
 
 def part(params: Mapping[str, torch.Tensor], place: int, ep: int) -> Params:
@@ -108,15 +108,15 @@ def made(
     experts: Callable[[], mf.Placements],
     shape: tuple[int, ...],
     ep: int,
+    edp: tuple[int, int] | None = None,
     **options: Any,
 ) -> tuple[mf.ShardState, str]:
-    """A state of this rank's part, and the communicator of the expert-parallel axis."""
-    world = dist.get_world_size()
-    mesh = expert_mesh(ep, world // ep)
+    """A state of this rank's part, and the communicator of the expert-parallel axis. `edp` is for two axes."""
+    mesh = expert_mesh(ep, *(edp or (dist.get_world_size() // ep,)))
     params = trainable(part(whole(), mesh.get_local_rank("ep"), ep))
     spec = mf.plan(
         params,
-        {"": mesh_of(*shape), ON_EXPERTS: mesh["edp"]},
+        {"": mesh_of(*shape), ON_EXPERTS: mesh["outer", "edp"] if edp else mesh["edp"]},
         {"": dense(), ON_EXPERTS: experts()},
         grad_scale={ON_EXPERTS: 1 / ep},
         **({"units": UNITS, "precision": EXACT} | options),

@@ -59,6 +59,24 @@ def test_training_equals_the_full_batch(world: int, ep: int) -> None:
     run_ranks(world, train, ep, mixes if (world, ep) == (4, 2) else mixes[::3])
 
 
+def train_on_two_axes(rank: int, world: int) -> None:
+    """Experts replicated over one axis and sharded over another."""
+    expected = plain_training(whole(), world, steps=3, micros=2, loss=experts.plain_loss)
+    for dense, on_experts, edp in [(mf.zero2, mf.hsdp, (2, 1)), (mf.ddp, mf.hfsdp, (1, 2))]:
+        state, group = made(dense, on_experts, (world,), 2, edp)
+        for step in range(3):
+            batches: list[Any] = [batch_of(step, micro, rank) for micro in range(2)]
+            state = sgd(state, accumulated(experts.sharded_loss, state, batches, float(world), group))
+        assert_equal(mf.unshard(state), part(expected, rank // 2, 2), on_experts)
+        grads = mf.tree_map(torch.ones_like, mf.zeros_like(state))
+        count = sum(value.numel() for value in whole().values())
+        torch.testing.assert_close(mf.optim.global_norm(grads) ** 2, torch.tensor(float(count), dtype=torch.float64))
+
+
+def test_experts_on_two_axes() -> None:
+    run_ranks(4, train_on_two_axes)
+
+
 def counted(rank: int, world: int) -> list[tuple[str, int]]:
     """A step's launches; only experts' units use the experts' communicators."""
     state, group = made(mf.hsdp, mf.zero3, (2, 2), 2)
