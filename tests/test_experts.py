@@ -44,7 +44,7 @@ def train(rank: int, world: int, ep: int, mixes: list[tuple[str, str, int]]) -> 
     expected = plain_training(whole(), world, steps=3, micros=2, loss=experts.plain_loss)
     for number, (dense, on_experts, axes) in enumerate(mixes):
         shape = (world,) if axes == 1 else (2, world // 2)
-        options = {"shard_layout": "unpadded"} if number % 2 else {}
+        options: dict[str, Any] = {"shard_layout": "unpadded"} if number % 2 else {}
         state, group = made(PRESETS[dense], PRESETS[on_experts], shape, ep, **options)
         for step in range(3):
             batches: list[Any] = [batch_of(step, micro, rank) for micro in range(2)]
