@@ -47,10 +47,10 @@ class Counting(TorchDispatchMode):
         if namespace == "_c10d_functional":
             if name == "wait_tensor":
                 self.open.pop(args[0].untyped_storage()._cdata, None)
-            else:
+            elif name != "_wrap_tensor_autograd":  # DTensor's
                 # The weak reference keeps the address from being used again.
                 result, source = (StorageWeakRef(t.untyped_storage()) for t in (out, args[0]))
-                group = next(a for a in reversed(args) if isinstance(a, str))
+                group = args[-1] if isinstance(args[-1], str) else ""  # DTensor's own come with a process group
                 sent, received = args[0].nbytes, out.nbytes
                 self.events.append(Event(_KINDS[name], group, sent, received, source, result))
                 self.open[out.untyped_storage()._cdata] = result

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .layout_choice import ALIGNMENT
 
 if TYPE_CHECKING:
+    from .collectives import Axis
     from .group import GroupSpec
     from .spec import ShardSpec
 
@@ -51,10 +52,18 @@ def explain(spec: ShardSpec) -> str:
         )
         numbers = (choice.padding, choice.chunk_rule, choice.padded, choice.ragged)
         predicted.append((group.name, *(f"{number * size:,}" for number in numbers), choice.picked, choice.why))
-    sizes = "x".join(str(axis.size) for axis in spec.groups[0].axes) if spec.groups else "-"
-    head = f"{len(spec.leaves)} leaves in {len(spec.groups)} groups of {len(spec.units)} units over {sizes} ranks"
+    head = f"{len(spec.leaves)} leaves in {len(spec.groups)} groups of {len(spec.units)} units over {_sizes(spec.axes)}"
+    others: dict[int, str] = {}
+    for group in spec.groups:
+        if group.mesh is not spec.mesh:
+            others.setdefault(id(group.mesh), f"{group.unit or '(root)'} over {_sizes(group.axes)}")
+    head = ", ".join([f"{head} ranks", *others.values()])
     title = "Predictions: bytes of padding and of a rank's segment with padding, of the largest segment without"
     return "\n".join([head, *_table(held, {0}), title, *_table(predicted, {0, 5, 6})])
+
+
+def _sizes(axes: Sequence[Axis]) -> str:
+    return "x".join(str(axis.size) for axis in axes)
 
 
 def _table(rows: Sequence[Sequence[str]], texts: set[int]) -> list[str]:

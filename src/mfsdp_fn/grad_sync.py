@@ -11,6 +11,7 @@ from . import reduction, tree
 from .errors import StateError, bad
 from .spec import ShardSpec
 from .state import NOTHING, ShardState, Stage, check_state, with_main
+from .tensor_parallel import local_gradient
 
 
 def reduce(
@@ -53,7 +54,11 @@ def reduce(
     total = _reduce_inner(by_group, spec, into)
     if managed:
         return total
-    if is_last_microbatch and total.stage is Stage.ACCUMULATING and not any(g.grad_scatters for g in spec.groups):
+    if (
+        is_last_microbatch
+        and total.stage is Stage.ACCUMULATING
+        and not any(g.grad_scatters and g.defers for g in spec.groups)
+    ):
         total = finish_grad_sync(total)
     if into is not None and into.stage is Stage.FINAL and deferred:
         total = finish_grad_sync(total)
@@ -69,6 +74,9 @@ def _grads_by_group(leaves: dict[int, Any], spec: ShardSpec) -> list[dict[int, t
         grad = leaves.get(number)
         if grad is None:
             continue
+        given = id(grad)
+        if isinstance(grad, torch.Tensor):
+            grad = local_gradient(grad, leaf.parallel, leaf.path)
         if not isinstance(grad, torch.Tensor) or grad.shape != leaf.shape:
             got = tuple(grad.shape) if isinstance(grad, torch.Tensor) else repr(grad)
             raise StateError(
@@ -88,9 +96,9 @@ def _grads_by_group(leaves: dict[int, Any], spec: ShardSpec) -> list[dict[int, t
                     "leave it out, or plan again",
                 )
             )
-        if (leaf.group, leaf.index, id(grad)) in seen:
+        if (leaf.group, leaf.index, given) in seen:
             continue
-        seen.add((leaf.group, leaf.index, id(grad)))
+        seen.add((leaf.group, leaf.index, given))
         mine = by_group[leaf.group]
         mine[leaf.index] = mine[leaf.index] + grad if leaf.index in mine else grad.detach()
     return by_group

@@ -173,7 +173,7 @@ def _hoist(graph: fx.Graph, launch: fx.Node, target: fx.Node) -> None:
     chain, queue = {launch}, [launch]
     while queue:
         for needed in queue.pop().all_input_nodes:
-            if place[needed] >= place[target] and needed not in chain:
+            if place[needed] >= place[target] and needed not in chain:  # also the target itself
                 if needed.target in COLLECTIVES or needed.target is WAIT:
                     return  # depends on communication that has not happened there
                 chain.add(needed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 import torch
 
@@ -88,8 +89,14 @@ class GroupSpec:
     @functools.cached_property
     def main_runs(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of the maximal runs without padding in this rank's main buffer."""
+        return self.runs_of(range(len(self.paths)))
+
+    def runs_of(self, indices: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of the maximal runs of some tensors' parts in this rank's main buffer."""
         runs: list[tuple[int, int]] = []
-        for _, start, stop in self.main_pieces:
+        for index, start, stop in self.main_pieces:
+            if index not in indices:
+                continue
             if runs and runs[-1][1] == start:
                 runs[-1] = (runs[-1][0], stop)
             else:

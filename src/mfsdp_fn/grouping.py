@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import layout_builder
+from .by_unit import UnitSettings
 from .collectives import Axis, Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
@@ -21,28 +22,31 @@ from .placement import BlockAtomic, Placements, ShardLayout, TensorAtomic, shard
 from .precision import GroupDtypes, MixedPrecisionPolicy
 from .spec import LeafSpec
 from .tensor_owners import shards_of_owners
+from .tensor_parallel import local_of
 
 
 def tie_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are one memory seen the same way: tied parameters."""
-    if tensor.device.type == "meta" or not tensor.numel():
+    local = local_of(tensor)
+    if local.device.type == "meta" or not local.numel():
         return (id(tensor),)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
 
 
 def make_groups(
     tensors: Sequence[torch.Tensor],
     leaves: tuple[LeafSpec, ...],
-    mesh: Mesh,
-    placements: Placements,
+    settings: Mapping[str, UnitSettings],
     precision: MixedPrecisionPolicy,
     shard_layout: ShardLayout | None,
     owners: Mapping[str, int] | None,
-    grad_scale: float,
     store_compute: bool,
     split_by_row_size: bool = False,
 ) -> tuple[tuple[LeafSpec, ...], tuple[GroupSpec, ...]]:
-    """Group the leaves by (unit, dtype, requires_grad), perhaps by row size too; tied leaves share one tensor."""
+    """Group the leaves by (unit, dtype, requires_grad), perhaps by row size too; tied leaves share one tensor.
+
+    `settings` are by unit.
+    """
     first_of: dict[tuple[Any, ...], int] = {}
     members: dict[tuple[str, torch.dtype, bool], list[int]] = {}
     tied_to: list[int] = []
@@ -53,18 +57,24 @@ def make_groups(
             _check_tie(leaves[first], leaf)
             continue
         members.setdefault((leaf.unit, leaf.dtype, leaf.requires_grad), []).append(number)
-    axes = tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
     turns = turns_of(members, leaves)
-    owner_of = shards_of_owners(owners, leaves, tied_to, axes, placements)
+    places = {unit: (places_on(one.mesh), one.placements) for unit, one in settings.items()}
+    owner_of = shards_of_owners(owners, leaves, tied_to, places)
     groups: list[GroupSpec] = []
     slot: dict[int, tuple[int, int]] = {}
     for (unit, dtype, requires_grad), numbers in members.items():
+        axes, placements = places[unit]
         dtypes = precision.resolve(dtype, requires_grad=requires_grad)
         ordered = aligned_order(numbers, leaves, dtypes)
         kind = f"{str(dtype).removeprefix('torch.')}{'' if requires_grad else ' frozen'}"
         turned = rotated_order(ordered, leaves, dtypes, *turns[unit, dtype, requires_grad])
 
-        def layout_of(part: Sequence[int], dtypes: GroupDtypes = dtypes) -> tuple[GlobalLayout, LayoutChoice]:
+        def layout_of(
+            part: Sequence[int],
+            dtypes: GroupDtypes = dtypes,
+            placements: Placements = placements,
+            axes: Sequence[Axis] = axes,
+        ) -> tuple[GlobalLayout, LayoutChoice]:
             width = unit_of((dtypes.compute.itemsize, dtypes.reduce.itemsize))
             owned_by = [owner_of.get(number, 0) for number in part]
             return _layout([leaves[number] for number in part], owned_by, placements, axes, shard_layout, width)
@@ -82,9 +92,9 @@ def make_groups(
                     layout=layout,
                     placements=placements,
                     dtypes=dtypes,
-                    grad_scale=grad_scale,
+                    grad_scale=settings[unit].grad_scale,
                     store_compute=store_compute,
-                    mesh=mesh,
+                    mesh=settings[unit].mesh,
                     axes=axes,
                     choice=choice,
                 )
@@ -95,6 +105,11 @@ def make_groups(
         for leaf, first in zip(leaves, tied_to, strict=True)
     )
     return placed, tuple(groups)
+
+
+def places_on(mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes of a mesh as this rank sees them, communicators left out."""
+    return tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
 
 
 def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
@@ -114,6 +129,15 @@ def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
                 f"{first.leading_dims} for {first.path!r} and {second.leading_dims} for {second.path!r}, one tensor",
                 "one number for tied tensors",
                 "choose patterns that match both paths, or none",
+            )
+        )
+    if first.parallel != second.parallel:
+        raise PlanError(
+            bad(
+                "params",
+                f"one memory at {first.path!r} and {second.path!r}, of which one lies otherwise over other axes",
+                "tied DTensors with one placement",
+                "tie the tensor itself, or copy it",
             )
         )
     if first.requires_grad != second.requires_grad:

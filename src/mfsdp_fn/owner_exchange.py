@@ -38,6 +38,14 @@ class Route:
     peers: collectives.Peers
 
 
+def by_ranks(layouts: Sequence[GroupOwnerLayout]) -> list[tuple[int, ...]]:
+    """Positions of the layouts over the same ranks: those share an exchange. In one order on every rank."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for number, layout in enumerate(layouts):
+        found.setdefault(layout.ranks, []).append(number)
+    return [tuple(numbers) for numbers in found.values()]
+
+
 @functools.lru_cache(maxsize=256)
 def route_of(layouts: tuple[GroupOwnerLayout, ...]) -> Route:
     """Computed once for a set of layouts, from integers alone: every rank finds the same `moves`."""

@@ -127,8 +127,8 @@ def sharded_axes(placement: tuple[Placement, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in reversed(range(len(placement))) if placement[axis].is_sharded)
 
 
-def check_placements(placements: Placements, mesh_ndim: int) -> None:
-    """Refuse combinations that no sequence of transforms can serve.
+def check_placements(placements: Placements, mesh_ndim: int, argument: str = "placements") -> None:
+    """Refuse combinations that no sequence of transforms can serve; `argument` is what errors call them.
 
     Raises:
         PlanError: naming the role and axis that is wrong.
@@ -151,7 +151,7 @@ def check_placements(placements: Placements, mesh_ndim: int) -> None:
         if len(per_axis) != mesh_ndim:
             raise PlanError(
                 bad(
-                    f"placements.{role}",
+                    f"{argument}.{role}",
                     f"{len(per_axis)} placements",
                     f"one for each of the mesh's {mesh_ndim} axes, outer to inner",
                     "use a preset made for that many axes (ddp/zero1/zero2/zero3 for one, hsdp/hfsdp for two) "
@@ -166,7 +166,7 @@ def check_placements(placements: Placements, mesh_ndim: int) -> None:
         if mine != order[: len(mine)]:
             raise PlanError(
                 bad(
-                    f"placements.{role}",
+                    f"{argument}.{role}",
                     f"shards over axes {mine}",
                     f"the first of the optimizer's sharded axes, inner to outer {order}",
                     "shard the optimizer state over every axis that parameters or gradients are sharded over, "
@@ -177,7 +177,7 @@ def check_placements(placements: Placements, mesh_ndim: int) -> None:
             if isinstance(placement, Partial) and role != "gradient":
                 raise PlanError(
                     bad(
-                        f"placements.{role}",
+                        f"{argument}.{role}",
                         f"Partial on axis {axis}",
                         "Replicate or a sharded placement",
                         "only gradients can be partial",
@@ -186,7 +186,7 @@ def check_placements(placements: Placements, mesh_ndim: int) -> None:
             if isinstance(placement, Replicate) and role == "gradient":
                 raise PlanError(
                     bad(
-                        "placements.gradient",
+                        f"{argument}.gradient",
                         f"Replicate on axis {axis}",
                         "Partial or a sharded placement",
                         "gradients arrive as summands: use Partial to reduce them once a step",
@@ -197,7 +197,7 @@ def check_placements(placements: Placements, mesh_ndim: int) -> None:
         if len(kinds) > 1:
             raise PlanError(
                 bad(
-                    "placements",
+                    argument,
                     f"{sorted(map(repr, kinds))} on axis {axis}",
                     "one kind of sharding an axis",
                     "all buffers of a group share one layout",

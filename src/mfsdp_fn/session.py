@@ -26,6 +26,7 @@ from .runtime import ExecutionOrder
 from .state import ShardState, UnitState
 from .tape import Tape
 from .tape_record import Record, Slot, TapePhase
+from .tensor_parallel import TensorParallel, local_of, parallel_of, whole_of
 from .unsharding import unit_values, whole_views
 
 
@@ -74,10 +75,19 @@ class _Use(torch.autograd.Function):
 class Saved:
     """A view saved for backward: which buffer, its geometry in it, and how many uses of units there had been."""
 
-    __slots__ = ("dtype", "number", "offset", "position", "record", "shape", "slot", "stride")
+    __slots__ = ("dtype", "number", "offset", "parallel", "position", "record", "shape", "slot", "stride")
 
-    def __init__(self, record: Record, slot: Slot, position: int, number: int, view: torch.Tensor) -> None:
+    def __init__(
+        self,
+        record: Record,
+        slot: Slot,
+        position: int,
+        number: int,
+        view: torch.Tensor,
+        parallel: TensorParallel | None,
+    ) -> None:
         self.record, self.slot, self.position, self.number = record, slot, position, number
+        self.parallel = parallel  # of the DTensor whose local part the view is
         self.dtype, self.shape, self.stride = view.dtype, view.shape, view.stride()
         self.offset = view.storage_offset()
 
@@ -152,13 +162,14 @@ class Session:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What is saved instead of `tensor`: of a gathered weight a `Saved`, of anything else itself."""
-        found = self.storages.get(tensor.untyped_storage()._cdata)
+        local = local_of(tensor)  # DTensors have no memory of their own
+        found = self.storages.get(local.untyped_storage()._cdata)
         if found is None or self.tape.phase is not TapePhase.FORWARD:
             return tensor
         _, record, position, saved = found
         saved[0] = True
         assert record.slot is not None
-        return Saved(record, record.slot, position, self.tape.now, tensor.detach())
+        return Saved(record, record.slot, position, self.tape.now, local.detach(), parallel_of(tensor))
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again, its weights gathered again.
@@ -180,7 +191,8 @@ class Session:
         flat = self.tape.weights(saved.record, saved.slot, saved.number, saved.position)
         if flat.dtype != saved.dtype:
             flat = flat.view(saved.dtype)
-        return flat.as_strided(saved.shape, saved.stride, saved.offset)
+        view = flat.as_strided(saved.shape, saved.stride, saved.offset)
+        return view if saved.parallel is None else whole_of(saved.parallel, view)
 
     # Backward
 
@@ -297,7 +309,7 @@ def opaque_session() -> type[Session]:
 
     Not the only one, since `torch.compiler.disable` imports the compiler, which takes seconds.
     """
-    disable = functools.partial(
+    disable: Any = functools.partial(
         torch.compiler.disable, reason="unshard inside value_and_grad is eager; compile the whole of it with mf.compile"
     )
 

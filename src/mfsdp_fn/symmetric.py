@@ -22,6 +22,7 @@ from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh
 
 from .mesh import AbstractMesh
+from .simulated_mesh import SimulatedMesh
 
 _ops = torch.ops._c10d_functional
 
@@ -29,10 +30,12 @@ _SLOTS = 2  # one under way while the next is launched
 _NCCL = (2, 27)  # the first with symmetric windows
 
 
-def why_not(mesh: DeviceMesh | AbstractMesh) -> str | None:
+def why_not(mesh: DeviceMesh | AbstractMesh | SimulatedMesh) -> str | None:
     """Why messages over `mesh` can't lie in symmetric memory; None if they can."""
     if isinstance(mesh, AbstractMesh):
         return "an AbstractMesh has no communicators"
+    if isinstance(mesh, SimulatedMesh):
+        return "simulated ranks have no communicators"
     if mesh.device_type != "cuda":
         return f"it is NCCL's, and the mesh is on {mesh.device_type!r}"
     if mesh.size() == 1:

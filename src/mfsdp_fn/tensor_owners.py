@@ -15,8 +15,7 @@ def shards_of_owners(
     owners: Mapping[str, int] | None,
     leaves: Sequence[LeafSpec],
     tied_to: Sequence[int],
-    axes: Sequence[Axis],
-    placements: Placements,
+    places: Mapping[str, tuple[Sequence[Axis], Placements]],
 ) -> dict[int, int]:
     """The shard that each tensor's owner holds, by the number of the tensor's first leaf.
 
@@ -24,8 +23,7 @@ def shards_of_owners(
         owners: owner by path, as given to `plan`.
         leaves: the plan's leaves.
         tied_to: for each leaf, the number of the first leaf that is the same tensor.
-        axes: the mesh axes.
-        placements: the plan's placements.
+        places: by unit, its mesh's axes and its placements.
 
     Returns:
         Nothing without a TensorAtomic placement.
@@ -34,8 +32,8 @@ def shards_of_owners(
         PlanError: a tensor without an owner, an unknown path, an owner that is no rank, tied paths that disagree,
             or owners where no placement asks for them.
     """
-    order = sharded_axes(placements.optimizer)
-    if not any(isinstance(placements.optimizer[axis], TensorAtomic) for axis in order):
+    shards = {unit: _shard_numbers(*place) for unit, place in places.items() if _is_by_tensor(*place)}
+    if not shards:
         if owners is None:
             return {}
         raise PlanError(
@@ -53,13 +51,21 @@ def shards_of_owners(
     for path in given:
         if path not in known:
             raise PlanError(bad("owners", repr(path), "paths of planned tensors", "see spec.leaves for the paths"))
-    shard_of = _shard_numbers(axes, order)
     found: dict[int, int] = {}
     where: dict[int, str] = {}
     for leaf, first in zip(leaves, tied_to, strict=True):
         if leaf.path not in given:
             continue
-        owner = given[leaf.path]
+        owner, shard_of = given[leaf.path], shards.get(leaf.unit)
+        if shard_of is None:
+            raise PlanError(
+                bad(
+                    "owners",
+                    f"an owner for {leaf.path!r}, whose unit is not sharded by tensors",
+                    "owners for tensors of units with a TensorAtomic placement",
+                    "leave it out",
+                )
+            )
         if type(owner) is not int or not 0 <= owner < len(shard_of):
             raise PlanError(
                 bad(
@@ -79,26 +85,30 @@ def shards_of_owners(
                 )
             )
         where.setdefault(first, leaf.path)
-    missing = [leaves[first].path for first in dict.fromkeys(tied_to) if first not in found]
+    missing = [leaves[n] for n in dict.fromkeys(tied_to) if n not in found and leaves[n].unit in shards]
     if missing:
         others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise PlanError(
             bad(
                 "owners",
-                f"no owner for {missing[0]!r}{others}",
-                f"a rank in [0, {len(shard_of)}) for every tensor",
+                f"no owner for {missing[0].path!r}{others}",
+                f"a rank in [0, {len(shards[missing[0].unit])}) for every tensor",
                 "add it to owners",
             )
         )
     return found
 
 
-def _shard_numbers(axes: Sequence[Axis], order: Sequence[int]) -> list[int]:
-    """For each rank of the sub-mesh of the axes `order`, row-major, the number of the shard that it holds.
+def _is_by_tensor(axes: Sequence[Axis], placements: Placements) -> bool:
+    return any(isinstance(placements.optimizer[axis], TensorAtomic) for axis in sharded_axes(placements.optimizer))
+
+
+def _shard_numbers(axes: Sequence[Axis], placements: Placements) -> list[int]:
+    """For each rank of the sub-mesh of the sharded axes, row-major, the number of the shard that it holds.
 
     Shards count the inner axis as the most significant digit (`buffer.segment`), ranks as the least.
     """
-    numbers = []
+    numbers, order = [], sharded_axes(placements.optimizer)
     for place in itertools.product(*(range(axes[axis].size) for axis in sorted(order))):
         digit = dict(zip(sorted(order), place, strict=True))
         number = 0
