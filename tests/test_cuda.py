@@ -145,12 +145,29 @@ def capture(rank: int, world: int) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             state, opt_state = step(state, opt_state, batch)
-        for number in range(1, 4):
+        for number in range(1, 21):
             for static, fresh in zip(batch, on_device(batch_of(number, 0, rank)), strict=True):
                 static.copy_(fresh)
             graph.replay()
         got = {name: value.cpu() for name, value in mf.unshard(state).items()}
-        assert_equal(got, plain_training(params, world, steps=4, micros=1), preset)
+        assert_equal(got, plain_training(params, world, steps=21, micros=1), preset)
+
+
+def capture_cold(rank: int, world: int) -> None:
+    state, _ = planned("zero3", world)
+    batch = on_device(batch_of(0, 0, rank))
+    for transformed in (mf.value_and_grad(sharded_loss), mf.compile(mf.value_and_grad(sharded_loss))):
+        graph = torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(mf.StateError, match="got a first call inside a CUDA graph capture; expected a call outside"),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        ):
+            transformed(state, batch, float(world))
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_a_capture_without_warm_up_is_refused(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, capture_cold)
 
 
 @pytest.mark.parametrize("world", GPUS)

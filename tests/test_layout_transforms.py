@@ -87,7 +87,7 @@ def values(rank: int, world: int, layout: str) -> None:
         dtensors = mf.to_dtensors(state)
         assert list(dtensors) == list(params)
         for name, value in plain(params).items():
-            full = dtensors[name].redistribute(mesh_of(*shape), [Replicate()] * len(shape)).to_local()
+            full = dtensors[name].redistribute(placements=[Replicate()] * len(shape)).to_local()
             assert torch.equal(full, value), (what, name)
 
 

@@ -74,7 +74,7 @@ def transforms(rank: int, world: int, shape: tuple[int, ...], presets: tuple[str
             assert_equal(mf.unshard(reduced), summed(world, micros=1), (preset, layout))
             found = mf.to_dtensors(state)
             for name, value in params.items():
-                got = found[name].redistribute(mesh_of(*shape), [Replicate()] * len(shape)).to_local()
+                got = found[name].redistribute(placements=[Replicate()] * len(shape)).to_local()
                 assert torch.equal(got, value.detach()), (preset, layout, name)
             for group, main in zip(state.spec.groups, state.main, strict=True):
                 for index, view in group.local_views(main, group.main_range).items():
