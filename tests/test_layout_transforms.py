@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mfsdp_fn as mf
 from layouts import planned, rich, rich_sharded
-from models import Params, accumulated, assert_equal, batch_of, integers, mesh_of, plain_grads
+from models import Params, accumulated, assert_equal, batch_of, integers, plain_grads
 from optim_cases import Trace
 from pool import run_ranks
 from test_layout_training import mean_options

@@ -13,6 +13,7 @@ public form newer releases have.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import weakref
 from typing import Any
 
@@ -139,7 +140,7 @@ class Staging:
         return Staged(slot, _ops.all_reduce_(_room(slot.whole, full.numel(), full.dtype).copy_(full), "sum", name))
 
 
-# Registered memory belongs to its communicator, and lives as long as that or a plan that uses it.
+# Registered memory belongs to its communicator.
 _stagings: weakref.WeakKeyDictionary[dist.ProcessGroup, Staging] = weakref.WeakKeyDictionary()
 
 
@@ -158,5 +159,8 @@ def staging_of(group: dist.ProcessGroup, whole: int, part: int, device: torch.de
     # With all of the pool's memory allocated: what it gets later is registered by the allocator, at a time of its own
     # on each rank, or not at all.
     backend.register_mem_pool(pool, symm=True)
+    # NCCL ends the process when registered memory is freed after its communicator (seen with torch 2.11), and nothing
+    # tells when a user destroys that: the ring is kept until the process ends.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
     _stagings[group] = made
     return made
