@@ -132,7 +132,6 @@ def captured(case: Case, how: str) -> Contender:
     if case.device.type != "cuda":
         raise NotHereError("needs CUDA")
     weights, call = case.once("mfsdp_fn", lambda: Weights(case)), programs_of(case.config, how)[0]
-    pool = case.once("graph pool", torch.cuda.graph_pool_handle)
     state = weights.state(True)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -145,7 +144,7 @@ def captured(case: Case, how: str) -> Contender:
     def capture() -> mf.ShardState:
         graphs.clear()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             _, grads = call(state, case.tokens, case.targets)
         graphs.append(graph)
         return grads
