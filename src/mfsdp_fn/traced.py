@@ -49,11 +49,11 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, slot: torch.Tensor, main: torch.Tensor, compute: torch.Tensor | None, group: GroupSpec, again: bool
+        ctx: Any, slot: torch.Tensor, local: torch.Tensor, group: GroupSpec, stored: bool, again: bool
     ) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         with torch.fx.traceback.annotate({REGATHER: again}):  # a cast too: nothing of it lives on into backward
-            return _views(group, _gather(group, weights_of(group, main, compute)))
+            return _views(group, _gather(group, local if stored else weights_of(group, local, None)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -125,7 +125,9 @@ class Session:
             held = group.grad_range
             slot = _Enter.apply(self.anchor, held.stop - held.start, group.dtypes.grad)
             self.slots[unit.root, number] = slot
-            by_group[number] = _Unshard.apply(slot, main, compute, group, again)
+            stored = compute is not None
+            # One of the two, since without elements they may be one tensor, which Dynamo takes once.
+            by_group[number] = _Unshard.apply(slot, compute if stored else main, group, stored, again)
         return unit_values(spec, unit.unit, by_group)
 
 
