@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks as torch_saved_tensors_hook
 from torch.utils import _pytree as torch_pytree
 
 from . import traced, tree
-from .calls import Recordings, make_sinks, open_call
+from .calls import Recordings, check_cotangents, check_loss, make_sinks, open_call
+from .checks import check_flag, check_function, shown
 from .errors import StateError, bad
 from .session import Saved, Session, refuse_reentrant_graph
 from .state import ShardState, UnitState, check_state, flatten_node, unflatten_node
@@ -85,7 +86,9 @@ def value_and_grad(
         donate: reuse the buffers of `accumulate`, which can't be used again.
 
     Raises:
-        StateError: a state that is not one, was donated, or does not fit `accumulate`; a loss that is no scalar.
+        MfsdpError: an option that isn't True or False, or `loss_fn` that isn't a function.
+        StateError: a state that is not one, was donated, or does not fit `accumulate`; a loss that is no
+            floating-point scalar.
         OrderError: units used in an order that differs from the recorded one.
 
     Idea: Megatron-FSDP v2 (the seeds), with JAX's signature.
@@ -99,7 +102,15 @@ def value_and_grad(
     >>> loss.item(), grads.main[0]
     (5.0, tensor([2., 4.]))
     """
+    check_function("loss_fn", loss_fn, "mf.value_and_grad(loss_fn)")
+    check_flag("has_aux", has_aux)
+    _check_flags(is_last_microbatch, donate)
     return ValueAndGrad(loss_fn, has_aux, is_last_microbatch, accumulate, donate, Recordings())
+
+
+def _check_flags(is_last_microbatch: bool, donate: bool) -> None:
+    check_flag("is_last_microbatch", is_last_microbatch)
+    check_flag("donate", donate)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,6 +128,7 @@ class ValueAndGrad:
         self, *, is_last_microbatch: bool = True, accumulate: Any = None, donate: bool = False
     ) -> ValueAndGrad:
         """The same function for another microbatch: it shares what was recorded (`PrefetchOrder.RECORDED`)."""
+        _check_flags(is_last_microbatch, donate)
         return dataclasses.replace(self, is_last_microbatch=is_last_microbatch, accumulate=accumulate, donate=donate)
 
     def __call__(self, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -131,7 +143,7 @@ class ValueAndGrad:
         try:
             with torch.enable_grad(), torch_saved_tensors_hooks(session.pack, session.unpack):
                 result = self.loss_fn(handed, *args, **kwargs)
-            loss, aux = _check_loss(result, self.has_aux)
+            loss, aux = check_loss(result, self.has_aux)
         except BaseException:
             session.abandon()
             raise
@@ -159,7 +171,7 @@ def _traced_value_and_grad(
     ]
     with torch.enable_grad():
         result = transform.loss_fn(_like(state, handed), *args, **kwargs)
-    loss, aux = _check_loss(result, transform.has_aux)
+    loss, aux = check_loss(result, transform.has_aux)
     accumulate = transform.accumulate
     given: list[ShardState | None] = [None] * len(states)
     if isinstance(accumulate, dict):
@@ -187,30 +199,6 @@ def _like(state: Any, values: list[ShardState]) -> Any:
     return dict(zip(state, values, strict=True)) if isinstance(state, dict) else type(state)(values)
 
 
-def _check_loss(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise StateError(
-            bad(
-                "loss_fn",
-                f"a function returning a {type(result).__name__}",
-                "(loss, aux)",
-                "return both, or leave out has_aux=True",
-            )
-        )
-    loss, aux = result if has_aux else (result, None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise StateError(
-            bad(
-                "loss_fn",
-                f"a function returning {got}",
-                "a scalar tensor",
-                "reduce the loss, or pass has_aux=True if it returns (loss, aux)",
-            )
-        )
-    return loss, aux
-
-
 Pullback = Callable[..., tuple[Any, tuple[Any, ...]]]
 
 
@@ -224,8 +212,9 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
     in the pullback; calls of `vjp` and pullbacks must have one order on every rank.
 
     Raises:
-        StateError: as `value_and_grad`; a pullback called twice.
+        StateError: as `value_and_grad`; a pullback called twice, or a cotangent that doesn't fit.
     """
+    check_function("fn", fn, "mf.vjp(fn, state)")
     recordings = Recordings()
     session, states, template, handed = open_call(state, recordings)
     inputs: list[torch.Tensor] = []
@@ -257,11 +246,12 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         sinks = make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
         session.sinks = sinks
         cotangents = tree.flatten_like(out_template, cotangent, "cotangent")
-        _check_cotangents(leaves, cotangents)
+        check_cotangents(leaves, cotangents)
         used = True
         outputs, leaves = leaves, []
         pairs = [(o, cotangents[i]) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
         pairs = [(o, torch.zeros_like(o) if ct is None else ct) for o, ct in pairs]
+        refuse_reentrant_graph([o for o, _ in pairs], session)
         found, _ = session.backward([o for o, _ in pairs], [ct for _, ct in pairs], inputs)
         grads = tree.build(template, [sink.finish() for sink in sinks])
         rest = iter(found)
@@ -273,23 +263,6 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         return grads, input_grads
 
     return tree.build(out_template, [_detach(leaf) for leaf in leaves]), pullback
-
-
-def _check_cotangents(outputs: list[Any], cotangents: dict[int, Any]) -> None:
-    for number, output in enumerate(outputs):
-        cotangent = cotangents.get(number)
-        if not isinstance(output, torch.Tensor) or cotangent is None:
-            continue
-        if not isinstance(cotangent, torch.Tensor) or cotangent.shape != output.shape:
-            got = f"shape {tuple(cotangent.shape)}" if isinstance(cotangent, torch.Tensor) else repr(cotangent)
-            raise StateError(
-                bad(
-                    "cotangent",
-                    got,
-                    f"a tensor of shape {tuple(output.shape)}, or None for zero",
-                    "give one in the structure of `out`",
-                )
-            )
 
 
 @contextlib.contextmanager
@@ -304,7 +277,7 @@ def saved_tensors_hooks(state: Any, hooks: torch_saved_tensors_hooks) -> Iterato
         hooks: for example ``torch.autograd.graph.save_on_cpu()``.
 
     Raises:
-        StateError: `state` is not one that `value_and_grad` or `vjp` handed out.
+        StateError: `state` is not one that `value_and_grad` or `vjp` handed out, or `hooks` are none.
     """
     session = getattr(state, "gatherer", None)
     if not isinstance(session, Session):
@@ -316,6 +289,11 @@ def saved_tensors_hooks(state: Any, hooks: torch_saved_tensors_hooks) -> Iterato
                 "use this inside loss_fn",
             )
         )
+
+    for name in ("pack_hook", "unpack_hook"):
+        if not callable(getattr(hooks, name, None)):
+            fix = "pass torch.autograd.graph.save_on_cpu(), say"
+            raise StateError(bad("hooks", shown(hooks), "torch.autograd.graph.saved_tensors_hooks", fix))
 
     def pack(tensor: torch.Tensor) -> Any:
         packed = session.pack(tensor)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .checks import shown
 from .errors import StateError, bad
 from .rewiring import Rewiring
 from .spec import ShardSpec
@@ -29,6 +30,7 @@ def params_of(module: nn.Module) -> dict[str, nn.Parameter]:
     >>> list(params_of(nn.Linear(2, 3)))
     ['weight', 'bias']
     """
+    _check_module(module)
     return dict(module.named_parameters(remove_duplicate=False))
 
 
@@ -61,13 +63,19 @@ def functional_call(
     True
     """
     check_state(state, "state")
-    if not isinstance(module, nn.Module):
-        raise StateError(bad("module", f"a {type(module).__name__}", "an nn.Module", "pass the module itself"))
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise StateError(bad("kwargs", f"a {type(kwargs).__name__}", "a dict or None", 'write {"name": value}'))
+    _check_module(module)
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise StateError(
+            bad("kwargs", f"a {type(kwargs).__name__}", "a dict with names as keys, or None", 'write {"name": value}')
+        )
     if not isinstance(args, (tuple, list)):
         raise StateError(bad("args", f"a {type(args).__name__}", "a tuple", "write (x,) for one argument"))
     return _Run(module, state).take(module)(*args, **(kwargs or {}))
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise StateError(bad("module", shown(module), "an nn.Module", "pass the module itself"))
 
 
 class _Run:

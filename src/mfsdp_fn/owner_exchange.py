@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from . import collectives
 from .errors import StateError, bad
 from .owner_layout import GroupOwnerLayout
-from .owner_packing import flat_fulls, flat_shards
+from .owner_packing import empty_full, flat_fulls, flat_shards
 
 Tensors = Mapping[int, torch.Tensor]
 
@@ -107,6 +108,7 @@ class PendingGather:
     """A launched `gather_to_owner`; `wait` gives the full tensors by place."""
 
     layouts: tuple[GroupOwnerLayout, ...]
+    given: Sequence[Tensors]
     shards: tuple[dict[int, torch.Tensor], ...]
     wires: tuple[torch.dtype, ...]
     route: Route
@@ -125,13 +127,12 @@ class PendingGather:
             for index in layout.owned:
                 place, pieces = (number, index), layout.pieces[index]
                 parts = [own[index] if piece.rank == me else received[place, piece.start] for piece in pieces]
-                if out is not None:
+                if out is not None and index in out[number]:
                     fulls[place] = out[number][index]
                     flat = fulls[place].view(-1)
                     collectives.copy_many([flat.narrow(0, piece.start, piece.size) for piece in pieces], parts)
                 elif not parts:
-                    shape, device = layout.layout.tensor_shapes[index], collectives.device_of(layout.mesh)
-                    fulls[place] = torch.empty(shape, dtype=layout.dtype, device=device)
+                    fulls[place] = empty_full(layout, index, self.given[number], own)
                 else:
                     parts = [part.to(own[index].dtype) for part in parts]
                     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -150,7 +151,7 @@ def launch_gather(
     send = [(peer, size * wires[place[0]].itemsize) for peer, place, size in route.mine]
     receive = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
     device = collectives.device_of(layouts[0].mesh)
-    return PendingGather(layouts, flat, wires, route, _launch(parts, going, send, receive, route, device))
+    return PendingGather(layouts, shards, flat, wires, route, _launch(parts, going, send, receive, route, device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,13 +189,14 @@ def launch_scatter(
     """Launch the scatter of several groups; see `scatter_from_owner`. `dtypes` are those of `out`, where given."""
     flat = tuple(flat_fulls(layout, mine, "fulls") for layout, mine in zip(layouts, fulls, strict=True))
     known = [
-        given or layout.dtype or next((full.dtype for full in mine.values()), torch.get_default_dtype())
-        for layout, mine, given in zip(layouts, flat, dtypes, strict=True)
+        told or layout.dtype or _dtype_of(layout, given, mine)
+        for layout, given, mine, told in zip(layouts, fulls, flat, dtypes, strict=True)
     ]
     wires = tuple(wire_dtype or dtype for dtype in known)
     if wire_dtype is None:
-        for layout, mine, given in zip(layouts, flat, dtypes, strict=True):
-            _check_told(layout, mine, given)
+        for layout, told, dtype in zip(layouts, dtypes, known, strict=True):
+            if told is None and layout.dtype is None:
+                _check_told(layout, dtype)
     parts = [flat[number][index].narrow(0, start, size) for _, (number, index), start, size in route.theirs]
     going = [wires[number] for _, (number, _), _, _ in route.theirs]
     send = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
@@ -205,13 +207,35 @@ def launch_scatter(
     )
 
 
-def _check_told(layout: GroupOwnerLayout, fulls: Tensors, given: torch.dtype | None) -> None:
+def _dtype_of(layout: GroupOwnerLayout, given: Tensors, mine: Tensors) -> torch.dtype:
+    """The dtype of a group's results, where nothing but the results that this rank owns tells it.
+
+    Raises:
+        StateError: it owns tensors without elements only, and those are left out.
+    """
+    for full in mine.values():
+        return full.dtype
+    # Other owners count on this rank knowing, as it owns something.
+    for index in layout.owned:
+        full: Any = given.get(index)
+        if isinstance(full, torch.Tensor):
+            return full.dtype
+    if layout.owned and layout.mine:
+        raise StateError(
+            bad(
+                "fulls",
+                f"no entry for tensor {layout.owned[0]}, which has no elements but alone tells this rank the dtype",
+                "every tensor that this rank owns",
+                "add it, or pass `out`, or give GroupOwnerLayout its `dtype` (from_group and plan_owners do)",
+            )
+        )
+    return torch.get_default_dtype()
+
+
+def _check_told(layout: GroupOwnerLayout, dtype: torch.dtype) -> None:
     """Refuse a dtype that a receiver without tensors of its own could not know."""
-    if given is not None or layout.dtype is not None:
-        return
     owners = set(layout.tensor_to_owner.values())
-    strangers = [rank for _, rank in ((o, h) for h, o in layout.traffic()) if rank not in owners]
-    dtype = next((full.dtype for full in fulls.values()), torch.get_default_dtype())
+    strangers = [holder for holder, _ in layout.traffic() if holder not in owners]
     if strangers and dtype != torch.get_default_dtype():
         raise StateError(
             bad(

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from . import tree, units
+from .checks import shown
 from .collectives import Mesh, device_of
 from .errors import PlanError, bad
 from .group import GroupSpec
@@ -68,12 +69,14 @@ class ShardSpec:
         Raises:
             PlanError: none does.
         """
-        found = tuple(unit for unit in self.units if units.matches(pattern, units.split(unit)))
+        found: tuple[str, ...] = ()
+        if isinstance(pattern, str):
+            found = tuple(unit for unit in self.units if units.matches(pattern, units.split(unit)))
         if not found:
             raise PlanError(
                 bad(
                     "pattern",
-                    repr(pattern),
+                    shown(pattern),
                     f"a pattern that matches some of the units {list(self.units[:6])}",
                     "mend the pattern, or name it in plan(..., units=…)",
                 )
@@ -94,8 +97,8 @@ class ShardSpec:
         Raises:
             PlanError: there is no such leaf.
         """
-        if path not in self._by_path:
-            raise PlanError(bad("path", repr(path), f"one of the {len(self.leaves)} planned paths", "see spec.leaves"))
+        if not isinstance(path, str) or path not in self._by_path:
+            raise PlanError(bad("path", shown(path), f"one of the {len(self.leaves)} planned paths", "see spec.leaves"))
         return self._by_path[path]
 
     @functools.cached_property
@@ -108,11 +111,11 @@ class ShardSpec:
         Raises:
             PlanError: there is no such unit.
         """
-        if unit not in self._unit_groups:
+        if not isinstance(unit, str) or unit not in self._unit_groups:
             raise PlanError(
                 bad(
                     "unit",
-                    repr(unit),
+                    shown(unit),
                     f"one of {list(self.units[:8])}",
                     "see spec.units; plan(..., units=…) makes them",
                 )
@@ -167,10 +170,14 @@ class ShardSpec:
         So ``"norm*"`` selects ``blocks.0.norm1.weight``, and so do ``"blocks.*"`` and ``"weight"``.
 
         Raises:
-            PlanError: a pattern that matches nothing.
+            PlanError: a pattern that matches nothing, or is none.
         """
+        if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+            raise PlanError(bad("patterns", shown(patterns), "dotted patterns", "write ('norm*', 'bias')"))
         found: set[str] = set()
         for pattern in patterns:
+            if not isinstance(pattern, str) or not pattern:
+                raise PlanError(bad("patterns", shown(pattern), "dotted patterns", "write ('norm*', 'bias')"))
             depth = len(units.split(pattern))
             hits = {
                 leaf.path

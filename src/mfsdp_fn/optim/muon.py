@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..checks import check_flag, check_mapping, check_number, is_finite, is_integer, shown
 from ..errors import MfsdpError, StateError, bad
 from ..owner_compute import in_batches, map_owned, one_by_one
 from ..spec import ShardSpec
@@ -15,7 +16,7 @@ from ..state import ShardState, check_alive, check_state, zeros_like
 from .base import Optimizer, check_finished, check_spec, check_weights, count_up, finish, register_opt_state, writable
 from .muon_plan import MuonPlan, Split, muon_plan
 from .newton_schulz import Coefficients, compiled, gram_newton_schulz, newton_schulz
-from .options import LearningRate, check_learning_rate, check_number, learning_rate
+from .options import LearningRate, check_learning_rate, learning_rate
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
@@ -72,6 +73,7 @@ class _Muon:
     def step(
         self, grads: ShardState, opt_state: MuonState, state: ShardState, *, donate: bool = False
     ) -> tuple[ShardState, MuonState]:
+        check_flag("donate", donate)
         check_weights(state)
         check_state(grads, "grads", state.spec)
         check_finished(grads, "grads")
@@ -213,7 +215,8 @@ def muon(
         exclude: patterns (as `ShardSpec.select`) of parameters for `fallback` whatever their shape, such as
             ``("emb*", "head*")``.
         split: by pattern, a number of equal parts or their rows, of matrices that are several along dim 0: fused
-            QKV, or heads. Each part is a matrix of its own.
+            QKV, or heads. Each part is a matrix of its own. Where two patterns select a matrix, the later one wins;
+            one that selects none of Muon's matrices is refused.
         batched: Newton-Schulz of same-shape matrices in one call. Batched products may round otherwise.
         buckets: exchanges each way. With more than one, one bucket's exchange runs beside another's Newton-Schulz.
         compile_ns: `torch.compile` Newton-Schulz. May round otherwise.
@@ -247,19 +250,21 @@ def muon(
         ("compile_ns", compile_ns),
         ("gram", gram),
     ):
-        if not isinstance(value, bool):
-            raise MfsdpError(bad(name, repr(value), "True or False", "mend the value or leave it out"))
+        check_flag(name, value)
     for name, value, below in (("ns_steps", ns_steps, 100), ("buckets", buckets, 1 << 16)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < below:
-            raise MfsdpError(bad(name, repr(value), f"an integer from 1 to {below - 1}", "leave it out"))
-    if not isinstance(ns_coefficients, (tuple, list)) or len(ns_coefficients) != 3:
-        raise MfsdpError(bad("ns_coefficients", repr(ns_coefficients), "three numbers", "leave it out"))
-    if adjust_lr_fn not in _ADJUSTMENTS:
-        raise MfsdpError(bad("adjust_lr_fn", repr(adjust_lr_fn), f"one of {_ADJUSTMENTS}", "mend the name"))
-    if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
-        raise MfsdpError(bad("exclude", repr(exclude), "a tuple of patterns", "write ('emb*', 'head*')"))
-    if fallback is not None and not (hasattr(fallback, "init") and hasattr(fallback, "step")):
+        if not is_integer(value) or not 1 <= value < below:
+            raise MfsdpError(bad(name, shown(value), f"an integer from 1 to {below - 1}", "leave it out"))
+    three = isinstance(ns_coefficients, (tuple, list)) and len(ns_coefficients) == 3
+    if not three or not all(map(is_finite, ns_coefficients)):
+        raise MfsdpError(bad("ns_coefficients", shown(ns_coefficients), "three finite numbers", "leave it out"))
+    if not (adjust_lr_fn is None or isinstance(adjust_lr_fn, str)) or adjust_lr_fn not in _ADJUSTMENTS:
+        raise MfsdpError(bad("adjust_lr_fn", shown(adjust_lr_fn), f"one of {_ADJUSTMENTS}", "mend the name"))
+    if not isinstance(exclude, (tuple, list)) or not all(isinstance(pattern, str) and pattern for pattern in exclude):
+        raise MfsdpError(bad("exclude", shown(exclude), "a tuple of patterns", "write ('emb*', 'head*')"))
+    if fallback is not None and not all(callable(getattr(fallback, name, None)) for name in ("init", "step")):
         raise MfsdpError(bad("fallback", f"a {type(fallback).__name__}", "an optimizer", "pass optim.adamw(lr=3e-4)"))
+    if split is not None:
+        check_mapping("split", split, "parts by pattern, or None", "write {'qkv': (64, 32, 32)}")
     parts = {pattern: _split(pattern, value) for pattern, value in (split or {}).items()}
     coefficients: Any = tuple(ns_coefficients)
     return _Muon(
@@ -282,9 +287,15 @@ def muon(
 
 
 def _split(pattern: str, value: Any) -> Split:
-    rows = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
-    if not rows or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in rows):
+    rows = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, (tuple, list)) else ()
+    named = isinstance(pattern, str) and pattern
+    if not named or not rows or not all(is_integer(n) and n > 0 for n in rows):
         raise MfsdpError(
-            bad(f"split[{pattern!r}]", repr(value), "a number of parts, or the rows of each", "write 3 or (64, 32, 32)")
+            bad(
+                f"split[{shown(pattern)}]",
+                shown(value),
+                "a number of parts, or the rows of each",
+                "write 3 or (64, 32, 32)",
+            )
         )
     return value if isinstance(value, int) else rows
