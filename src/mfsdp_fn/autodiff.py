@@ -16,9 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks as torch_saved_tensors_hook
 from torch.utils import _pytree as torch_pytree
 
 from . import traced, tree
-from .calls import Recordings, check_cotangents, check_loss, make_sinks, open_call
+from .calls import Recordings, make_sinks, open_call
 from .checks import check_flag, check_function, shown
 from .errors import StateError, bad
+from .outputs import check_cotangents, check_loss, check_outputs, detached
 from .session import Saved, Session, refuse_reentrant_graph
 from .state import ShardState, UnitState, check_state, flatten_node, unflatten_node
 
@@ -53,10 +54,6 @@ for _cls in (ShardState, UnitState):
     register_torch_node(_cls, _flatten_for_torch, _unflatten_for_torch)
 
 
-def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -80,7 +77,7 @@ def value_and_grad(
         loss_fn: ``loss_fn(state, *args, **kwargs)`` gives a scalar; every rank must call `unshard` on the same
             sequence of units.
         has_aux: `loss_fn` gives ``(loss, aux)``, the transformed function ``((loss, aux), grads)``, tensors in aux
-            detached.
+            detached (in dataclasses and subclasses of dict too; other objects are passed on as they are).
         is_last_microbatch: False defers what is reduced once a step (ddp, zero1, outer axes).
         accumulate: gradients of earlier microbatches to add to.
         donate: reuse the buffers of `accumulate`, which can't be used again.
@@ -155,7 +152,7 @@ class ValueAndGrad:
         grads = tree.build(template, [sink.finish() for sink in sinks])
         self.recordings.put(states, order)
         if self.has_aux:
-            return (loss.detach(), optree.tree_map(_detach, aux, none_is_leaf=True)), grads
+            return (loss.detach(), detached(aux)), grads
         return loss.detach(), grads
 
 
@@ -179,6 +176,8 @@ def _traced_value_and_grad(
     elif accumulate is not None:
         given = [*_traced_states(accumulate)]
     grads = traced.gradients(session, loss, given, is_last_microbatch=transform.is_last_microbatch)
+    # Dynamo knows this tree_map and not optree's; it refuses what is left on the graph itself.
+    aux = torch_pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, aux)
     value = (loss.detach(), aux) if transform.has_aux else loss.detach()
     return value, _like(state, grads)
 
@@ -231,10 +230,11 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         with torch.enable_grad(), torch_saved_tensors_hooks(session.pack, session.unpack):
             out = fn(handed, *entered)
         session.tape.drain()
+        leaves, _, out_template = tree.flatten(out)
+        check_outputs(leaves)
     except BaseException:
         session.abandon()
         raise
-    leaves, _, out_template = tree.flatten(out)
     used = False
 
     def pullback(
@@ -262,7 +262,7 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         )
         return grads, input_grads
 
-    return tree.build(out_template, [_detach(leaf) for leaf in leaves]), pullback
+    return tree.build(out_template, [detached(leaf) for leaf in leaves]), pullback
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""What every call of a transformed function begins with: its states checked, a session, gradients' destinations.
-
-And what it refuses of what the user's function returns.
-"""
+"""What every call of a transformed function begins with: its states checked, a session, gradients' destinations."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 import torch
 
 from . import tree
-from .checks import check_flag, shown
+from .checks import check_flag
 from .errors import StateError, bad
 from .gradients import GradientSink
 from .runtime import ExecutionOrder, PrefetchOrder
@@ -123,60 +120,3 @@ def make_sinks(
         GradientSink(one, total, is_last_microbatch=is_last_microbatch, donate=donate)
         for one, total in zip(states, given, strict=True)
     ]
-
-
-def check_loss(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
-    """The loss and aux that a loss function returned.
-
-    Raises:
-        StateError: not a scalar of a floating-point dtype, or no aux where it is wanted.
-    """
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise StateError(
-            bad(
-                "loss_fn",
-                f"a function returning a {type(result).__name__}",
-                "(loss, aux)",
-                "return both, or leave out has_aux=True",
-            )
-        )
-    loss, aux = result if has_aux else (result, None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        got = f"a scalar of {loss.dtype}" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else got
-        raise StateError(
-            bad(
-                "loss_fn",
-                f"a function returning {got}",
-                "a floating-point scalar tensor",
-                "reduce the loss, or pass has_aux=True if it returns (loss, aux)",
-            )
-        )
-    return loss, aux
-
-
-def check_cotangents(outputs: list[Any], cotangents: dict[int, Any]) -> None:
-    """Refuse cotangents that don't fit what they are of.
-
-    Raises:
-        StateError: naming `cotangent`.
-    """
-    for number, output in enumerate(outputs):
-        cotangent = cotangents.get(number)
-        if not isinstance(output, torch.Tensor) or cotangent is None:
-            continue
-        if (
-            not isinstance(cotangent, torch.Tensor)
-            or cotangent.shape != output.shape
-            or (cotangent.is_complex() and not output.is_complex())
-        ):
-            got = f"shape {tuple(cotangent.shape)}" if isinstance(cotangent, torch.Tensor) else shown(cotangent)
-            got += f", {cotangent.dtype}" if isinstance(cotangent, torch.Tensor) and cotangent.is_complex() else ""
-            raise StateError(
-                bad(
-                    "cotangent",
-                    got,
-                    f"a tensor of shape {tuple(output.shape)}, or None for zero",
-                    "give one in the structure of `out`",
-                )
-            )

@@ -136,16 +136,16 @@ def _check_out(
                 continue
             expected = f"a contiguous tensor of {size} elements that doesn't require grad"
             raise StateError(bad("out", f"{got} for tensor {index}", expected, "allocate it with torch.empty"))
-    spans.sort()
-    for (_, stop, index), (start, _, other) in itertools.pairwise(spans):
-        if start < stop:
-            got = f"tensors {index} and {other} that share memory"
-            raise StateError(bad("out", got, "tensors of their own", "allocate each, or take views that don't overlap"))
     found = _check_values("out", out, wanted, layouts, None)
     for dtype, allowed in zip(found, zip(*dtypes, strict=True), strict=True):
         known = [each for each in allowed if each is not None]
         if dtype is not None and known and dtype not in known:
             raise StateError(bad("out", f"{dtype} tensors", f"{known[0]}, as the group's", "allocate it in that dtype"))
+    spans.sort()
+    for (_, stop, index), (start, _, other) in itertools.pairwise(spans):
+        if start < stop:
+            got = f"tensors {index} and {other} that share memory"
+            raise StateError(bad("out", got, "tensors of their own", "allocate each, or take views that don't overlap"))
     return found
 
 

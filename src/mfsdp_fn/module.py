@@ -133,6 +133,8 @@ class _Run:
         attributes["_parameters"] = _Parameters(
             self, {key: None if p is None else self.leaf_of[prefix + key] for key, p in original._parameters.items()}
         )
+        if type(original).get_parameter is nn.Module.get_parameter:
+            attributes["get_parameter"] = _weak_method(skeleton, _get_parameter)
         skeleton.__dict__ = attributes
         if units or late:
             attributes["forward"] = self._scoped(skeleton, attributes.get("forward"), units, late, prefix)
@@ -187,6 +189,14 @@ def _weak_method(skeleton: nn.Module, function: Callable[..., Any]) -> Callable[
     """`function` bound to a skeleton that holds the result: whoever calls it keeps the skeleton alive."""
     ref = weakref.ref(skeleton)
     return lambda *args, **kwargs: function(ref(), *args, **kwargs)
+
+
+def _get_parameter(skeleton: nn.Module, target: str) -> Any:
+    """As `nn.Module.get_parameter`, which insists on an `nn.Parameter`."""
+    path, _, name = target.rpartition(".")
+    parameter = skeleton.get_submodule(path)._parameters.get(name)
+    # Of what is no parameter torch itself shall say so.
+    return nn.Module.get_parameter(skeleton, target) if parameter is None else parameter
 
 
 class _Parameters(dict[str, Any]):

@@ -103,6 +103,11 @@ def _cut(wire: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[t
     return parts
 
 
+def _values(flat: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Detached: a view of a leaf requires grad as the leaf does, also when it is made under `torch.no_grad`."""
+    return {index: tensor.detach() if tensor.requires_grad else tensor for index, tensor in flat.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class PendingGather:
     """A launched `gather_to_owner`; `wait` gives the full tensors by place."""
@@ -144,7 +149,7 @@ def launch_gather(
     layouts: tuple[GroupOwnerLayout, ...], shards: Sequence[Tensors], wire_dtype: torch.dtype | None, route: Route
 ) -> PendingGather:
     """Launch the gather of several groups; see `gather_to_owner`. `route` is ``route_of(layouts)``."""
-    flat = tuple(flat_shards(layout, mine, "shards") for layout, mine in zip(layouts, shards, strict=True))
+    flat = tuple(_values(flat_shards(layout, mine, "shards")) for layout, mine in zip(layouts, shards, strict=True))
     wires = tuple(wire_dtype or next((s.dtype for s in mine.values()), torch.uint8) for mine in flat)
     parts = [flat[number][index] for _, (number, index), _ in route.mine]
     going = [wires[number] for _, (number, _), _ in route.mine]
@@ -187,7 +192,7 @@ def launch_scatter(
     route: Route,
 ) -> PendingScatter:
     """Launch the scatter of several groups; see `scatter_from_owner`. `dtypes` are those of `out`, where given."""
-    flat = tuple(flat_fulls(layout, mine, "fulls") for layout, mine in zip(layouts, fulls, strict=True))
+    flat = tuple(_values(flat_fulls(layout, mine, "fulls")) for layout, mine in zip(layouts, fulls, strict=True))
     known = [
         told or layout.dtype or _dtype_of(layout, given, mine)
         for layout, given, mine, told in zip(layouts, fulls, flat, dtypes, strict=True)
