@@ -162,7 +162,9 @@ def test_outputs_that_no_cotangent_reaches_are_refused() -> None:
     ],
 )
 def test_a_loss_is_a_floating_point_scalar(loss: Any, got: str) -> None:
-    with pytest.raises(mf.StateError, match=f"`loss_fn` got a function returning {got}; expected a floating-point"):
+    with pytest.raises(
+        mf.StateError, match=f"`loss_fn` got a function returning {got}; expected a scalar tensor of floats"
+    ):
         mf.value_and_grad(lambda s: loss(mf.unshard(s)["w"]))(state_of(P))
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from .group import GroupSpec
     from .spec import ShardSpec
 
+LEGEND = (
+    "main: dtype of the optimizer's weights; compute: of gathered ones; MiB kept: on this rank between steps, in both; "
+    "misaligned: matrices that start off 16 bytes when gathered"
+)
 ALIGNMENT = 16  # bytes: what a vector load or a matrix kernel wants a matrix to start at
 
 
@@ -17,9 +23,14 @@ def misaligned(group: GroupSpec) -> int:
     return sum(1 for offset, shape, numel in group.views if len(shape) >= 2 and numel and offset * size % ALIGNMENT)
 
 
+def short(dtype: torch.dtype) -> str:
+    """A dtype without its package: float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def explain(spec: ShardSpec) -> str:
-    """One line a group: tensors, elements, padding, this rank's bytes, misaligned matrices."""
-    rows = [("group", "tensors", "elements", "padding", "local MiB", "gathered MiB", "off 16 B")]
+    """One line a group: dtypes, tensors, elements, padding, this rank's bytes, misaligned matrices."""
+    rows = [("group", "main > compute", "tensors", "elements", "padding", "MiB kept", "MiB gathered", "misaligned")]
     for group in spec.groups:
         numel = sum(numel for _, _, numel in group.views)
         local = (group.main_range.stop - group.main_range.start) * group.dtypes.main.itemsize
@@ -29,6 +40,7 @@ def explain(spec: ShardSpec) -> str:
         rows.append(
             (
                 group.name,
+                f"{short(group.dtypes.main)} > {short(group.dtypes.compute)}",
                 str(len(group.paths)),
                 f"{numel:,}",
                 f"{padding:.2%}",
@@ -45,4 +57,4 @@ def explain(spec: ShardSpec) -> str:
         lines.append("  ".join(cells).rstrip())
     sizes = "x".join(str(axis.size) for axis in spec.groups[0].axes) if spec.groups else "-"
     head = f"{len(spec.leaves)} leaves in {len(spec.groups)} groups of {len(spec.units)} units over {sizes} ranks"
-    return "\n".join([head, *lines])
+    return "\n".join([head, *lines, LEGEND])

@@ -27,7 +27,8 @@ from .unsharding import gather_values
 def params_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """The module's parameters by name, tied ones under each of their names: a tree for `plan` and `shard`.
 
-    >>> list(params_of(nn.Linear(2, 3)))
+    >>> import torch
+    >>> list(params_of(torch.nn.Linear(2, 3)))
     ['weight', 'bias']
     """
     _check_module(module)

@@ -36,7 +36,7 @@ def check_loss(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
             bad(
                 "loss_fn",
                 f"a function returning {got}",
-                "a floating-point scalar tensor",
+                "a scalar tensor of floats",
                 "reduce the loss, or pass has_aux=True if it returns (loss, aux)",
             )
         )

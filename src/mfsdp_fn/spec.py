@@ -197,7 +197,11 @@ class ShardSpec:
         return frozenset(found)
 
     def explain(self) -> str:
-        """The plan as a table: a line a group, with sizes, padding and alignment."""
+        """The plan as a table: a line a group, with dtypes, sizes, padding and alignment.
+
+        "main > compute" are the dtypes of the optimizer's weights and of gathered ones; "MiB kept" is what this rank
+        holds between steps, in both; "misaligned" are matrices that start off 16 bytes when gathered.
+        """
         from .explain import explain  # a table, not a fact about the spec; kept out of this file
 
         return explain(self)

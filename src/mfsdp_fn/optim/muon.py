@@ -231,6 +231,10 @@ def muon(
             doesn't fit. By `step`: gradients that still accumulate, or arguments of different plans.
         DonatedError: by `step`: an argument that was donated before.
 
+    Not claimed equal: `torch.optim.Muon` with ``nesterov=False`` on bfloat16 parameters. There Newton-Schulz
+    normalises in place what is the momentum buffer itself (seen in torch 2.13), so its momentum is lost each step;
+    here it is kept.
+
     Sources: Keller Jordan's Muon; Moonlight (arXiv 2502.16982) for "match_rms_adamw"; `torch.optim.Muon`.
 
     >>> import torch, mfsdp_fn as mf

@@ -186,7 +186,7 @@ def check_learning_rate(argument: str, value: Any) -> None:
             raise MfsdpError(
                 bad(
                     argument,
-                    shown(value),
+                    f"a tensor of shape {tuple(value.shape)}, {value.dtype}",
                     "a 0-D tensor of floats",
                     "write torch.tensor(0.1)",
                 )
