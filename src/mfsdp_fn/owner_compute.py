@@ -15,7 +15,15 @@ from .checks import check_flag, check_function, check_mapping, is_integer, shown
 from .errors import StateError, bad
 from .gather_scatter import check_wire
 from .group import GroupSpec
-from .owner_exchange import PendingGather, PendingScatter, Route, launch_gather, launch_scatter, route_of
+from .owner_exchange import (
+    PendingGather,
+    PendingScatter,
+    Route,
+    communicators_of,
+    launch_gather,
+    launch_scatter,
+    route_of,
+)
 from .owner_layout import GroupOwnerLayout
 from .placement import sharded_axes
 from .state import ShardState, Stage, check_state, with_main
@@ -42,12 +50,18 @@ class Schedule:
     buckets: tuple[_Bucket, ...]
 
 
-@functools.lru_cache(maxsize=64)
 def schedule_of(layouts: tuple[GroupOwnerLayout, ...], buckets: int) -> Schedule:
     """A schedule with the tensors that straddle ranks in `buckets` exchanges, each owner's spread evenly over them.
 
-    From the layouts alone, so that every rank makes the same exchanges.
+    From the layouts alone, so that every rank makes the same exchanges. Computed once for a set of layouts.
     """
+    return _schedule_of(layouts, buckets, communicators_of(layouts))
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule_of(
+    layouts: tuple[GroupOwnerLayout, ...], buckets: int, communicators: tuple[str | None, ...]
+) -> Schedule:
     by_owner: dict[int, list[Place]] = {}
     local = []
     for number, layout in enumerate(layouts):

@@ -39,9 +39,18 @@ class Route:
     peers: collectives.Peers
 
 
-@functools.lru_cache(maxsize=256)
+def communicators_of(layouts: Sequence[GroupOwnerLayout]) -> tuple[str | None, ...]:
+    """By name, what layouts exchange over: equal layouts of a process group's next life have others."""
+    return tuple(layout.peers.group for layout in layouts)
+
+
 def route_of(layouts: tuple[GroupOwnerLayout, ...]) -> Route:
     """Computed once for a set of layouts, from integers alone: every rank finds the same `moves`."""
+    return _route_of(layouts, communicators_of(layouts))
+
+
+@functools.lru_cache(maxsize=256)
+def _route_of(layouts: tuple[GroupOwnerLayout, ...], communicators: tuple[str | None, ...]) -> Route:
     first = layouts[0]
     for layout in layouts:
         if layout.ranks != first.ranks:
