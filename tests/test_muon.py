@@ -645,3 +645,18 @@ def test_a_fallback_that_is_not_there_or_refuses_changes_nothing() -> None:
         with pytest.raises(mf.StateError, match="`opt_state`"):
             opt.step(grads, opt_state, state, donate=True)
         assert torch.equal(state.main[0], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rate_that_is_a_tensor_is_multiplied_as_a_tensor(dtype: torch.dtype) -> None:
+    """In its own precision, as torch.optim.Muon does: otherwise some rates differ in their last bit."""
+    shape = (7, 4)
+    for number in range(1, 20):
+        lr = torch.tensor(0.0017 * number, dtype=dtype)
+        state, opt = local({"w": shape}), mf.optim.muon(lr=lr, weight_decay=0.3)
+        whole = torch.nn.Parameter(mf.unshard(state)["w"].clone())
+        whole.grad = whole.detach().cos()
+        reference = torch.optim.Muon([whole], lr=lr, weight_decay=0.3)
+        state, _ = opt.step(mf.tree_map(torch.cos, state), opt.init(state), state)
+        reference.step()
+        assert torch.equal(mf.unshard(state)["w"], whole), number

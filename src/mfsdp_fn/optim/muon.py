@@ -156,20 +156,29 @@ class _Muon:
     def _apply(
         self, plan: MuonPlan, main: list[torch.Tensor], updates: list[torch.Tensor], lr: float | torch.Tensor
     ) -> None:
-        if isinstance(lr, torch.Tensor) and lr.device.type == "cpu" and not torch.compiler.is_compiling():
-            lr = lr.item()  # as torch.optim.Muon does; on other devices it would be a sync
+        decay = _as_scalar(1 - lr * self.weight_decay)
         for number, runs in zip(plan.mine.numbers, plan.mine.runs, strict=True):
             for run in runs:
-                main[number].narrow(0, run.start, run.size).mul_(1 - lr * self.weight_decay)
+                main[number].narrow(0, run.start, run.size).mul_(decay)
         for step in plan.applications:
             weights = main[step.number].narrow(0, step.start, step.size)
             update = updates[step.position].narrow(0, step.start_in_update, step.size)
-            rate = lr * step.ratio(self.adjust_lr_fn)
+            rate = _as_scalar(lr * step.ratio(self.adjust_lr_fn))
             if isinstance(rate, torch.Tensor):
                 # A 0-D tensor doesn't widen: without the cast the product would be rounded to bfloat16.
                 weights.sub_(update.to(weights.dtype) * rate)
             else:
                 weights.add_(update, alpha=-rate)
+
+
+def _as_scalar(value: float | torch.Tensor) -> float | torch.Tensor:
+    """A number, of a tensor that was computed in its own precision, as torch.optim.Muon computes rates.
+
+    Not of one on another device, as that would be a sync.
+    """
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not torch.compiler.is_compiling():
+        return value.item()
+    return value
 
 
 def muon(
