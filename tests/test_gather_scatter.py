@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mfsdp_fn as mf
 from mfsdp_fn.gather_scatter import gather_to_owner, scatter_from_owner
-from mfsdp_fn.owner_compute import owner_map
+from mfsdp_fn.owner_compute import owner_map, schedule_of
+from mfsdp_fn.owner_exchange import route_of
 from mfsdp_fn.owner_planning import GroupOwnerLayout, assign_owner_work, plan_owners
 from models import mesh_of
 from pool import WORLD_SIZES, RankError, run_ranks
@@ -528,3 +529,18 @@ def test_shampoo_is_another_whole_matrix_optimizer() -> None:
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert losses[-1] < losses[0] / 3
     assert set(re.findall(r"rank \d owns \[\d\]", done.stdout)) == {"rank 0 owns [0]", "rank 1 owns [2]"}
+
+
+def two_communicators(rank: int, world_size: int) -> None:
+    """Equal layouts over two meshes of the same ranks, as after a process group was destroyed and made again."""
+    meshes = [DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("outer", "inner"))["inner"] for _ in range(2)]
+    layout = mf.build_for_row_atomic([(6, 4)], 2)
+    owners = [GroupOwnerLayout(mesh, layout, {0: mesh.mesh.tolist()[1]}, dtype=torch.float32) for mesh in meshes]
+    names = [each.peers.group for each in owners]
+    assert owners[0] == owners[1] and names[0] != names[1]
+    assert [route_of((each,)).peers.group for each in owners] == names
+    assert [schedule_of((each,), 1).buckets[0].route.peers.group for each in owners] == names
+
+
+def test_equal_layouts_exchange_over_their_own_communicators() -> None:
+    run_ranks(4, two_communicators)
