@@ -459,10 +459,11 @@ def test_an_ineligible_parameter_without_fallback_is_refused_by_path() -> None:
         mf.optim.muon(lr=LR, fallback=mf.optim.sgd(0.1), exclude=("*",)).init(state)
     with pytest.raises(mf.StateError, match=r"`split\['wide'\]` got 5 for 'blocks.0.wide' of shape \(12, 40\)"):
         mf.optim.muon(lr=LR, fallback=mf.optim.sgd(0.1), split={"wide": 5}).init(state)
-    for options, text in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"split": {"norm": 2}}, r"`split\['norm'\]` got a pattern of parameters that are not Muon's, such as"),
         ({"split": {"embed": 2}, "exclude": ("embed",)}, r"not Muon's, such as 'embed' of shape \(10, 8\)"),
-    ):
+    ]
+    for options, text in cases:
         with pytest.raises(mf.StateError, match=text):
             mf.optim.muon(lr=LR, fallback=mf.optim.sgd(0.1), **options).init(state)
     with pytest.raises(mf.PlanError, match="`pattern` got 'lm_head'"):
@@ -656,7 +657,8 @@ def test_a_rate_that_is_a_tensor_is_multiplied_as_a_tensor(dtype: torch.dtype) -
         state, opt = local({"w": shape}), mf.optim.muon(lr=lr, weight_decay=0.3)
         whole = torch.nn.Parameter(mf.unshard(state)["w"].clone())
         whole.grad = whole.detach().cos()
-        reference = torch.optim.Muon([whole], lr=lr, weight_decay=0.3)
+        rate: Any = lr  # torch's annotation knows no tensors
+        reference = torch.optim.Muon([whole], lr=rate, weight_decay=0.3)
         state, _ = opt.step(mf.tree_map(torch.cos, state), opt.init(state), state)
         reference.step()
         assert torch.equal(mf.unshard(state)["w"], whole), number
