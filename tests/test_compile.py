@@ -223,7 +223,7 @@ def aux_of_a_compiled_step(rank: int, world_size: int) -> None:
     run = mf.value_and_grad(loss_fn, has_aux=True)
     for step in (run, mf.compile(lambda state: run(state), backend="aot_eager")):
         (loss, aux), grads = step(state)
-        assert loss == 2 and aux["twice"] == 4 and aux["list"][0].item() == 2 and aux["list"][1] == 3
+        assert loss.item() == 2 and aux["twice"].item() == 4 and aux["list"][0].item() == 2 and aux["list"][1] == 3
         assert not any(t.requires_grad for t in (loss, aux["twice"], aux["list"][0]))
         assert torch.equal(grads.main[0], torch.ones_like(grads.main[0]))
 
