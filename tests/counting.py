@@ -14,6 +14,7 @@ _KINDS = {
     "reduce_scatter_tensor": "scatter",
     "all_reduce": "all_reduce",
     "broadcast": "broadcast",
+    "all_to_all_single": "all_to_all",
 }
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::matmul", "aten::bmm")
 
@@ -46,10 +47,10 @@ class Counting(TorchDispatchMode):
         if namespace == "_c10d_functional":
             if name == "wait_tensor":
                 self.open.pop(args[0].untyped_storage()._cdata, None)
-            else:
+            elif name != "_wrap_tensor_autograd":  # DTensor's
                 # The weak reference keeps the address from being used again.
                 result, source = (StorageWeakRef(t.untyped_storage()) for t in (out, args[0]))
-                group = next(a for a in reversed(args) if isinstance(a, str))
+                group = args[-1] if isinstance(args[-1], str) else ""  # DTensor's own come with a process group
                 sent, received = args[0].nbytes, out.nbytes
                 self.events.append(Event(_KINDS[name], group, sent, received, source, result))
                 self.open[out.untyped_storage()._cdata] = result
@@ -89,3 +90,22 @@ class Counting(TorchDispatchMode):
     def unwaited(self) -> int:
         """Launches that nobody waited for."""
         return len(self.open)
+
+
+class Waiting(TorchDispatchMode):
+    """Launches and waits of reductions in order: S and s a reduce-scatter's, A and a an all-reduce's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = ""
+        self.open: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        kind = {"reduce_scatter_tensor": "s", "all_reduce": "a"}.get(func.name().split("::")[-1].split(".")[0])
+        if kind is not None:
+            self.seen += kind.upper()
+            self.open[out.data_ptr()] = kind
+        elif "wait_tensor" in func.name():
+            self.seen += self.open.pop(args[0].data_ptr(), "")
+        return out

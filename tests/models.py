@@ -14,6 +14,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mfsdp_fn as mf
+from mfsdp_fn.testing import SimulatedMesh
+from simulated import here
 
 Params = dict[str, torch.Tensor]
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -32,10 +34,16 @@ PRESETS: dict[str, Callable[[], mf.Placements]] = {
 BLOCKS = ("blocks.*",)
 
 
+def mesh_of(*shape: int) -> DeviceMesh | SimulatedMesh:
+    """A mesh over the whole world: of this process' pool (made once), or of the simulation that the caller is in."""
+    names = ("outer", "inner")[-len(shape) :]
+    simulated = here()
+    return _real_mesh_of(shape, names) if simulated is None else simulated.reshaped(shape, names)
+
+
 @functools.cache
-def mesh_of(*shape: int) -> DeviceMesh:
-    """A mesh over the whole world of this process' pool, made once."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+def _real_mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def integers(*shape: int, seed: int, high: int = 2, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -118,10 +126,11 @@ def plain_training(
     micros: int,
     scale: float = 1.0,
     loss: Callable[..., torch.Tensor] = plain_loss,
+    first: int = 0,
 ) -> Params:
     """Parameters after `steps` of SGD on all ranks' batches; each loss is multiplied by `ranks`, so means are exact."""
     now = {name: value.detach().clone() for name, value in params.items()}
-    for step in range(steps):
+    for step in range(first, first + steps):
         losses = [
             lambda p, s=step, m=micro, r=rank: loss(p, batch_of(s, m, r), float(ranks))
             for micro in range(micros)

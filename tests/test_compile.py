@@ -117,11 +117,18 @@ def headed_loss(state: mf.ShardState, batch: Any, factor: float) -> torch.Tensor
     return (x * target).sum() + (x @ embed.T).sum() * factor
 
 
-def spied(rank: int, world: int, preset: str, steps: int) -> tuple[list[str], list[tuple[str, int]]]:
+def spied(
+    rank: int, world: int, preset: str, steps: int, micros: int = 1, options: dict[str, Any] | None = None
+) -> tuple[list[str], list[tuple[str, int]]]:
     torch._dynamo.reset()
-    params, spy, step = bilinear(), Spy(), make_step(donate=True, loss_fn=headed_loss)
-    spec = mf.plan(params, mesh_of(world), PRESETS[preset](), units=("blocks.*",), precision=EXACT)
-    run(mf.shard(params, spec), mf.compile(step, backend=spy), step.init, rank, steps, 1)  # type: ignore[attr-defined]
+    params, spy, step = bilinear(), Spy(), make_step(micros, donate=True, loss_fn=headed_loss)
+    options = {"precision": EXACT, **(options or {})}
+    frozen = options.pop("frozen", "")
+    for name, param in params.items():
+        param.requires_grad_(not frozen or not name.startswith(frozen))
+    shape = (2, 2) if preset in ("hsdp", "hfsdp") else (world,)
+    spec = mf.plan(params, mesh_of(*shape), PRESETS[preset](), units=("blocks.*",), **options)
+    run(mf.shard(params, spec), mf.compile(step, backend=spy), step.init, rank, steps, micros)  # type: ignore[attr-defined]
     return spy.kinds(), spy.beside()  # fails unless there is exactly one graph
 
 
@@ -136,6 +143,42 @@ def test_one_graph_has_the_collectives_of_the_table(preset: str, gathers: int, s
         # Forward and both sides of backward of each of the three blocks and of the head.
         assert count["matmul"] == 12
         assert count["wait"] == gathers + scatters + reduces
+
+
+CAST = {"precision": mf.MixedPrecisionPolicy(compute=torch.float32, main=torch.float64, grad=torch.float64),
+        "runtime": mf.RuntimePolicy(store_compute_weights=False)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "gathers", "scatters", "reduces"),
+    [
+        ("ddp", {}, 0, 0, 4),
+        ("zero1", {}, 4, 4, 0),
+        ("zero2", {}, 4, 12, 0),
+        ("zero3", {}, 24, 12, 0),
+        ("zero3", {"shard_layout": "unpadded"}, 24, 12, 0),
+        ("zero3", CAST, 24, 12, 0),
+        ("zero3", {"frozen": "blocks.1"}, 24, 9, 0),
+        ("zero3", {"runtime": mf.RuntimePolicy(keep_gathered=("", "blocks.1"))}, 18, 12, 0),
+    ],
+)
+def test_every_microbatch_of_one_graph_gathers_again(
+    preset: str, options: dict[str, Any], gathers: int, scatters: int, reduces: int
+) -> None:
+    for kinds, _ in run_ranks(2, spied, preset, 2, 3, options, timeout=120):
+        count = Counter(kinds)
+        assert (count["gather"], count["scatter"], count["reduce"]) == (gathers, scatters, reduces)
+
+
+@pytest.mark.parametrize(
+    ("preset", "gathers", "scatters", "reduces"),
+    # A microbatch: 2 gathers and 1 reduce-scatter of each of 4 units over the inner axis. A step: 1 over the outer.
+    [("hsdp", 16, 8, 4), ("hfsdp", 16 + 4, 8 + 4, 0)],
+)
+def test_two_axes_in_one_graph(preset: str, gathers: int, scatters: int, reduces: int) -> None:
+    for kinds, _ in run_ranks(4, spied, preset, 2, 2, timeout=120):
+        count = Counter(kinds)
+        assert (count["gather"], count["scatter"], count["reduce"]) == (gathers, scatters, reduces)
 
 
 def test_launches_stand_ahead_of_compute_and_waits_behind_it() -> None:

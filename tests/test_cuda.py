@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
 import mfsdp_fn as mf
+from layouts import with_kind
+from mfsdp_fn import collectives
 from models import (
     EXACT,
     PRESETS,
@@ -142,12 +145,29 @@ def capture(rank: int, world: int) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             state, opt_state = step(state, opt_state, batch)
-        for number in range(1, 4):
+        for number in range(1, 21):
             for static, fresh in zip(batch, on_device(batch_of(number, 0, rank)), strict=True):
                 static.copy_(fresh)
             graph.replay()
         got = {name: value.cpu() for name, value in mf.unshard(state).items()}
-        assert_equal(got, plain_training(params, world, steps=4, micros=1), preset)
+        assert_equal(got, plain_training(params, world, steps=21, micros=1), preset)
+
+
+def capture_cold(rank: int, world: int) -> None:
+    state, _ = planned("zero3", world)
+    batch = on_device(batch_of(0, 0, rank))
+    for transformed in (mf.value_and_grad(sharded_loss), mf.compile(mf.value_and_grad(sharded_loss))):
+        graph = torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(mf.StateError, match="got a first call inside a CUDA graph capture; expected a call outside"),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        ):
+            transformed(state, batch, float(world))
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_a_capture_without_warm_up_is_refused(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, capture_cold)
 
 
 @pytest.mark.parametrize("world", GPUS)
@@ -167,6 +187,53 @@ def exchange(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", GPUS)
 def test_owner_exchange(tmp_path: Any, world: int) -> None:
     on_gpus(tmp_path, world, exchange)
+
+
+def symmetric(rank: int, world: int) -> None:
+    """Through NCCL's symmetric memory: the same gradients, from the same rings on every rank."""
+    runtime = mf.RuntimePolicy(use_symmetric_memory=True, forward_prefetch=10**6, max_inflight_reductions=2)
+    exact = mf.MixedPrecisionPolicy(main=None, compute=torch.bfloat16)  # integers: bf16 holds them
+    for preset, shape in (("zero3", (world,)), ("zero1", (world,)), ("ddp", (world,)), ("hsdp", (world, 1))):
+        for separate in (True, False):
+            params = {name: value.detach().float().requires_grad_() for name, value in bilinear().items()}
+            common = {"units": ("blocks.*",), "precision": exact}
+            policy = dataclasses.replace(runtime, overlap_allgather_reduction=separate)
+            plain = mf.shard(params, mf.plan(params, mesh(*shape), PRESETS[preset](), **common))
+            spec = mf.plan(params, mesh(*shape), PRESETS[preset](), runtime=policy, **common)
+            state = mf.shard(params, spec)
+            axis = spec.groups[0].axes[0]
+            assert (axis.gather_staging is axis.reduce_staging) is not separate or preset in ("ddp", "hsdp")
+            for step in range(3):
+                batch = tuple(t if t.dtype == torch.long else t.bfloat16() for t in on_device(batch_of(step, 0, rank)))
+                (_, expected), (_, grads) = (
+                    mf.value_and_grad(sharded_loss)(one, batch, float(world)) for one in (plain, state)
+                )
+                for got, wanted in zip(grads.main, expected.main, strict=True):
+                    assert torch.equal(got, wanted), (preset, step)
+                plain, state = sgd(plain, expected), sgd(state, grads)
+            held = mf.unshard(state)
+            mf.unshard(state)
+            assert_equal(held, mf.unshard(plain), preset)
+            assert axis.reduce_staging is not None and axis.reduce_staging.launched >= 3 * len(spec.groups)
+    ragged = {"w": torch.ones(3, 2, requires_grad=True)}
+    with pytest.raises(mf.PlanError, match="ragged segments"):
+        mf.plan(ragged, mesh(world), mf.zero3(), shard_layout="unpadded", runtime=runtime)
+
+
+@pytest.mark.cuda(gpus=2)
+def test_symmetric_memory(tmp_path: Any) -> None:
+    on_gpus(tmp_path, 2, symmetric)
+
+
+def symmetric_alone(rank: int, world: int) -> None:
+    params = {"w": torch.ones(4, requires_grad=True)}
+    with pytest.raises(mf.PlanError, match="True, but a single rank sends nothing"):
+        mf.plan(params, mesh(1), mf.zero3(), runtime=mf.RuntimePolicy(use_symmetric_memory=True))
+
+
+@pytest.mark.cuda(gpus=1)
+def test_symmetric_memory_on_one_rank_is_refused(tmp_path: Any) -> None:
+    on_gpus(tmp_path, 1, symmetric_alone)
 
 
 def memory(rank: int, world: int) -> None:
@@ -204,3 +271,108 @@ def memory(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", GPUS)
 def test_memory_is_flat_and_given_back(tmp_path: Any, world: int) -> None:
     on_gpus(tmp_path, world, memory)
+
+
+SIZES = ((5, 0), (0, 7), (3, 9), (4096, 12345), (8, 8))
+
+
+def uneven_collectives(rank: int, world: int, delays: bool) -> None:
+    """Values, and that what a transfer reads and writes isn't used again before it is waited for."""
+    (axis,) = collectives.axes_of(mesh(world))
+    with delayed(rank) if delays else contextlib.nullcontext():
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.bool):
+            for sizes in SIZES:
+                whole = torch.arange(sum(sizes), device="cuda").remainder(5).to(dtype)
+                mine = whole.split(list(sizes))[rank]
+                gather = collectives.all_gather(mine.clone(), sizes, axis)  # nothing else refers to the input
+                junk = [torch.full_like(mine, 1) for _ in range(4)]
+                assert (gather.work is not None) == (sizes[0] != sizes[1])
+                assert torch.equal(gather.wait().view(torch.uint8), whole.view(torch.uint8)), (dtype, sizes)
+                del junk
+                if dtype.itemsize == 1:
+                    continue
+                scatter = collectives.reduce_scatter(whole * (rank + 1), sizes, axis)
+                junk = [torch.full_like(whole, 1) for _ in range(4)]
+                assert (scatter.work is not None) == (sizes[0] != sizes[1])
+                total = mine * (world * (world + 1) // 2)
+                assert torch.equal(scatter.wait(), total), (dtype, sizes)
+                del junk
+
+
+@pytest.mark.cuda(gpus=2)
+@pytest.mark.parametrize("delays", [False, True])
+def test_uneven_segments_go_straight_into_flat_buffers(tmp_path: Any, delays: bool) -> None:
+    on_gpus(tmp_path, 2, uneven_collectives, delays)
+
+
+def train_ragged(rank: int, world: int, delays: bool) -> None:
+    """Ragged rows; and owners of which one owns nothing, so that its segments are empty."""
+    with delayed(rank) if delays else contextlib.nullcontext():
+        for shape, placements in (((world,), mf.zero3()), ((world,), mf.zero1()), ((1, world), mf.hsdp())):
+            for layout in ("unpadded", "tensor"):
+                params = bilinear()
+                options: dict[str, Any] = {"shard_layout": "unpadded"}
+                if layout == "tensor":
+                    placements = with_kind(placements, mf.TensorAtomic())
+                    options = {"owners": dict.fromkeys(params, world - 1)}
+                spec = mf.plan(params, mesh(*shape), placements, units=("blocks.*",), precision=EXACT, **options)
+                state = mf.shard(params, spec)
+                for step in range(3):
+                    batches = [on_device(batch_of(step, micro, rank)) for micro in range(2)]
+                    state = sgd(state, accumulated(sharded_loss, state, batches, float(world)))
+                got = {name: value.cpu() for name, value in mf.unshard(state).items()}
+                assert_equal(got, plain_training(params, world, steps=3, micros=2), (shape, layout))
+
+
+@pytest.mark.parametrize("world", GPUS)
+@pytest.mark.parametrize("delays", [False, True])
+def test_ragged_training_equals_the_unsharded_model(tmp_path: Any, world: int, delays: bool) -> None:
+    on_gpus(tmp_path, world, train_ragged, delays)
+
+
+def ragged_dtypes(rank: int, world: int) -> None:
+    """Weights in fp32 or bf16, gathered and reduced in their own dtype: equal to the padded layout's, bit for bit."""
+    for dtype in (torch.float32, torch.bfloat16):
+        found = []
+        for layout in ("padded", "unpadded"):
+            # Two tensors whose rows no even split cuts well; the third group leaves the first rank empty.
+            params = {"a": torch.arange(15.0).view(3, 5), "b": torch.arange(7.0), "blocks.0.row": torch.ones(1, 4)}
+            params = {name: value.to(dtype).requires_grad_() for name, value in params.items()}
+            policy = mf.MixedPrecisionPolicy(main=torch.float32, grad=dtype, reduce=dtype)
+            options: dict[str, Any] = {"units": ("blocks.*",), "precision": policy, "shard_layout": layout}
+            state = mf.shard(params, mf.plan(params, mesh(world), mf.zero3(), **options))
+            back = mf.unshard(state)
+            for name, value in params.items():
+                assert torch.equal(back[name].cpu(), value.detach()), (dtype, layout, name)
+
+            def loss(state: mf.ShardState) -> torch.Tensor:
+                return sum((value * (rank + 1)).sum() for value in mf.unshard(state).values())  # type: ignore[return-value]
+
+            _, grads = mf.value_and_grad(loss)(state)
+            found.append({name: grad.cpu() for name, grad in mf.unshard(grads).items()})
+        assert_equal(found[1], found[0], dtype)
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_ragged_layouts_in_two_dtypes(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, ragged_dtypes)
+
+
+def redistributed(rank: int, world: int) -> None:
+    shapes = [(5, 3), (4,), (1, 6)]
+    rows = mf.build_for_row_atomic_unpadding(shapes, world)
+    whole = mf.build_for_tensor_atomic(shapes, world, tensor_owners=[world - 1] * 3)
+    tensors = [torch.arange(float(torch.Size(shape).numel()), device="cuda").view(shape) for shape in shapes]
+    start = mf.DBuffer.from_tensors(tensors, rows, mesh(world), [mf.RowAtomic()])
+    owned = start.redistribute([mf.TensorAtomic()], layout=whole)
+    back = owned.redistribute([mf.RowAtomic()], layout=rows)
+    assert torch.equal(back.local, start.local)
+    for got, value in zip(owned.full_tensors(), tensors, strict=True):
+        assert torch.equal(got, value)
+    summands = mf.DBuffer.from_tensors(tensors, whole, mesh(world), [mf.Partial()])
+    assert torch.equal(summands.redistribute([mf.TensorAtomic()]).local, owned.local * world)
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_buffers_are_redistributed(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, redistributed)

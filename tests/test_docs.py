@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,15 +21,31 @@ def blocks(document: Path) -> list[tuple[int, str]]:
 
 
 def run_document(rank: int, world_size: int, name: str) -> int:
-    """Run a document's blocks in order in one namespace; `mesh` is there, as its text says."""
+    """Run a document's blocks in order in one namespace; `mesh` is there, as its text says.
+
+    A block that begins with "# test_" is a test file of its own, run afterwards and without a process group.
+    """
     document = ROOT / name
     found = blocks(document)
     with testing.single_rank() as mesh:
-        namespace: dict[str, object] = {"__name__": "document", "mesh": mesh}
+        namespace: dict[str, Any] = {"__name__": "document", "mesh": mesh}
         for line, text in found:
-            # Padded with empty lines, so that a traceback names the document's own line.
-            exec(compile("\n" * (line - 1) + text, str(document), "exec"), namespace)
+            if not text.startswith("# test_"):
+                run_block(document, line, text, namespace)
+    for line, text in found:
+        if text.startswith("# test_"):
+            namespace = {"__name__": "document"}
+            run_block(document, line, text, namespace)
+            tests = [value for name, value in namespace.items() if name.startswith("test_")]
+            assert tests
+            for test in tests:
+                test()
     return len(found)
+
+
+def run_block(document: Path, line: int, text: str, namespace: dict[str, Any]) -> None:
+    # Padded with empty lines, so that a traceback names the document's own line.
+    exec(compile("\n" * (line - 1) + text, str(document), "exec"), namespace)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/tour.md"])

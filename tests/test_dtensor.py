@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 import mfsdp_fn as mf
@@ -22,6 +23,7 @@ def tree() -> dict[str, torch.Tensor]:
 
 def values_survive(rank: int, world: int, shape: tuple[int, ...], presets: list[str]) -> None:
     params, mesh = tree(), mesh_of(*shape)
+    assert isinstance(mesh, DeviceMesh)
     for preset in presets:
         for layout in ("padded", "unpadded"):
             spec = mf.plan(params, mesh, PRESETS[preset](), units=("p5",), shard_layout=layout)

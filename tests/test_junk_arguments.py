@@ -17,6 +17,7 @@ import mfsdp_fn as mf
 Kwargs = dict[str, Any]
 MESH = mf.AbstractMesh((1,), ("dp",))
 LAYOUT = mf.build_for_row_atomic([(2, 2), (2,)], 1)
+WHOLE = (mf.TensorAtomic(),)
 OWNERS = mf.GroupOwnerLayout(MESH, LAYOUT, {0: 0})
 
 
@@ -93,8 +94,39 @@ def init_of(make: Callable[[], mf.optim.Optimizer]) -> Case:
     return Case(lambda **k: make().init(**k), lambda: {"state": state()})
 
 
-def pullback() -> Callable[..., Any]:
+def pullback() -> mf.Pullback:
     return mf.vjp(lambda s: mf.unshard(s)["w"].sum(0), state())[1]
+
+
+def second_half(**options: Any) -> Any:
+    later = pullback()
+    later.inputs(torch.ones(2))
+    return later.weights(**options)
+
+
+def buffer() -> mf.DBuffer:
+    return mf.DBuffer.from_local(torch.ones(6), LAYOUT, MESH, (mf.Replicate(),))
+
+
+def to_dtensors(state: Any, mesh: Any) -> Any:
+    with mf.testing.single_rank() as real:
+        given = mf.shard(params(), mf.plan(params(), real, mf.zero3())) if state is ... else state
+        return mf.to_dtensors(given, mesh=mesh)
+
+
+def plan_with(**options: Any) -> Any:
+    return mf.plan(**{"params": params(), "mesh": MESH, "placements": mf.zero3(), **options})
+
+
+def policies(argument: str, made: Callable[..., Any], legal: dict[str, str]) -> Case:
+    """A plan with a policy, whose fields errors name behind the argument that has them."""
+    fields = {field.name: field.default for field in dataclasses.fields(made())}
+    return Case(
+        lambda **k: plan_with(**{argument: made(**k)}),
+        lambda: {**fields},
+        legal,
+        {f: f"{argument}.{f}" for f in fields},
+    )
 
 
 def in_loss(use: Callable[[mf.ShardState], Any]) -> Any:
@@ -140,6 +172,69 @@ def linear_state() -> mf.ShardState:
 
 
 CASES: dict[str, Case] = {
+    "plan": Case(
+        mf.plan,
+        lambda: {
+            "params": params(),
+            "mesh": MESH,
+            "placements": mf.zero3(),
+            "units": (),
+            "precision": None,
+            "shard_layout": "padded",
+            "block_size": 1,
+            "owners": None,
+            "grad_scale": 1.0,
+            "runtime": None,
+            "namespace": "",
+            "leading_dims": 1,
+            "split_by_row_size": False,
+        },
+        {
+            "precision": "none",
+            "block_size": "integer",
+            "owners": "none",
+            "grad_scale": "integer negative",
+            "runtime": "none",
+            "namespace": "text",
+            "leading_dims": "integer",
+            "split_by_row_size": "flag",
+        },
+    ),
+    "plan by unit": Case(
+        lambda **k: plan_with(**{name: {"": value} for name, value in k.items()}),
+        lambda: {"mesh": MESH, "placements": mf.zero3(), "grad_scale": 1.0},
+        {"grad_scale": "integer negative"},
+    ),
+    "plan by pattern": Case(
+        lambda leading_dims: plan_with(leading_dims={"w": leading_dims}),
+        lambda: {"leading_dims": 1},
+        {"leading_dims": "integer"},
+    ),
+    "plan's owners": Case(
+        lambda **k: plan_with(**{"placements": mf.Placements(WHOLE, WHOLE, WHOLE), **k}),
+        lambda: {"owners": {"w": 0, "b": 0}},
+    ),
+    "ddp": Case(mf.ddp, lambda: {"axes": 1}, {"axes": "integer"}),
+    "RuntimePolicy": policies(
+        "runtime",
+        mf.RuntimePolicy,
+        {
+            "forward_prefetch": "none integer",
+            "backward_prefetch": "none integer",
+            "max_inflight_reductions": "integer",
+            "overlap_allgather_reduction": "flag",
+            "store_compute_weights": "flag",
+            "overlap_outer_communication": "flag",
+            "caller_managed_grad_sync": "flag",
+        },
+    ),
+    "MixedPrecisionPolicy": policies(
+        "precision", mf.MixedPrecisionPolicy, dict.fromkeys(("compute", "main", "grad", "reduce"), "none")
+    ),
+    "testing.simulate": Case(
+        mf.testing.simulate, lambda: {"world_size": 2, "names": None}, {"world_size": "integer", "names": "none"}
+    ),
+    "testing.simulate()": Case(lambda fn: mf.testing.simulate(2)(fn), lambda: {"fn": returns_none}, {"fn": "function"}),
     "assign_owner_work": Case(
         mf.assign_owner_work,
         lambda: {"layout": LAYOUT, "mesh": MESH, "tensor_indices": [0], "cost_fn": None, "initial_loads": None},
@@ -228,7 +323,33 @@ CASES: dict[str, Case] = {
     "sync_model_weights": Case(mf.sync_model_weights, lambda: {"state": state(), "donate": False}, {"donate": "flag"}),
     "zeros_like": Case(mf.zeros_like, lambda: {"state": state()}),
     "tree_map": Case(lambda fn, states: mf.tree_map(fn, states), lambda: {"fn": torch.neg, "states": state()}),
-    "to_dtensors": Case(mf.to_dtensors, lambda: {"state": ...}),
+    "to_dtensors": Case(to_dtensors, lambda: {"state": ..., "mesh": None}, {"mesh": "none"}),
+    "DBuffer.from_tensors": Case(
+        mf.DBuffer.from_tensors,
+        lambda: {
+            "tensors": [torch.ones(2, 2), torch.ones(2)],
+            "layout": LAYOUT,
+            "mesh": MESH,
+            "placements": (mf.Replicate(),),
+            "dtype": None,
+        },
+        {"dtype": "none dtype"},
+    ),
+    "DBuffer.from_local": Case(
+        mf.DBuffer.from_local,
+        lambda: {"local": torch.ones(6), "layout": LAYOUT, "mesh": MESH, "placements": (mf.Replicate(),)},
+    ),
+    "DBuffer.from_state": Case(
+        mf.DBuffer.from_state,
+        lambda: {"state": state(), "group": spec().groups[0], "compute": False},
+        {"compute": "flag"},
+    ),
+    "DBuffer.get_tensor_view": Case(lambda index: buffer().get_tensor_view(index), lambda: {"index": 0}),
+    "DBuffer.redistribute": Case(
+        lambda **k: buffer().redistribute(**k),
+        lambda: {"placements": (mf.Replicate(),), "dtype": None, "layout": None},
+        {"dtype": "none dtype", "layout": "none"},
+    ),
     "state[unit]": Case(lambda unit: state()[unit], lambda: {"unit": ""}),
     "spec.units_matching": Case(lambda pattern: spec().units_matching(pattern), lambda: {"pattern": ""}),
     "spec.group_of": Case(lambda path: spec().group_of(path), lambda: {"path": "w"}),
@@ -259,6 +380,14 @@ CASES: dict[str, Case] = {
         lambda **k: pullback()(**k),
         lambda: {"cotangent": torch.ones(2), "is_last_microbatch": True, "accumulate": None, "donate": False},
         {"cotangent": "none", "is_last_microbatch": "flag", "accumulate": "none", "donate": "flag"},
+    ),
+    "pullback.inputs": Case(
+        lambda **k: pullback().inputs(**k), lambda: {"cotangent": torch.ones(2)}, {"cotangent": "none"}
+    ),
+    "pullback.weights": Case(
+        lambda **k: second_half(**k),
+        lambda: {"is_last_microbatch": True, "accumulate": None, "donate": False},
+        {"is_last_microbatch": "flag", "accumulate": "none", "donate": "flag"},
     ),
     "saved_tensors_hooks": Case(with_hooks, lambda: {"state": ..., "hooks": torch.autograd.graph.save_on_cpu()}),
     "compile": Case(
@@ -426,7 +555,7 @@ def test_junk_is_refused_by_name(name: str, argument: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "to_dtensors"])
+@pytest.mark.parametrize("name", list(CASES))
 def test_without_junk_nothing_is_refused(name: str) -> None:
     CASES[name].call(**CASES[name].good())
 
@@ -440,17 +569,18 @@ MADE_ELSEWHERE = {
     "GradientTransformation",
     "GroupSpec",
     "LeafSpec",
-    "MixedPrecisionPolicy",
     "Optimizer",
+    "LayoutChoice",
     "Partial",
     "Pending",
     "Phase",
+    "Placement",
     "Placements",
     "PrefetchOrder",
+    "Pullback",
     "Range",
     "Replicate",
     "RowAtomic",
-    "RuntimePolicy",
     "ShardLayout",
     "ShardSpec",
     "ShardState",
@@ -458,20 +588,24 @@ MADE_ELSEWHERE = {
     "TensorAtomic",
     "UnitState",
     "ValueAndGrad",
+    "Collective",
+    "SimulatedMesh",
+    "Simulation",
     *(name for name in mf.optim.__all__ if name.endswith("State")),
     *(name for name in mf.__all__ if name.endswith("Error")),
 }
-# Their own tests: test_plan.py, test_refusals.py; presets take one option that `plan` sees.
-TESTED_ELSEWHERE = {"plan", "ddp", "hfsdp", "hsdp", "zero1", "zero2", "zero3"}
+TAKE_NOTHING = {"hfsdp", "hsdp", "testing.single_rank", "zero1", "zero2", "zero3"}
 
 
 def test_every_public_function_and_argument_is_in_the_table() -> None:
     public = {name: getattr(mf, name) for name in mf.__all__ if not inspect.ismodule(getattr(mf, name))}
     public |= {f"optim.{name}": getattr(mf.optim, name) for name in mf.optim.__all__}
+    public |= {f"testing.{name}": getattr(mf.testing, name) for name in mf.testing.__all__}
     tested = {name for case in CASES for name in (case, case.split(".")[0], case.split(" ")[0])}
-    short = {name: name.removeprefix("optim.") for name in public}
-    missing = {name for name in public if name not in tested and short[name] not in MADE_ELSEWHERE | TESTED_ELSEWHERE}
-    assert not missing
+    short = {name: name.removeprefix("optim.").removeprefix("testing.") for name in public}
+    missing = {name for name in public if name not in tested and short[name] not in MADE_ELSEWHERE}
+    assert missing == TAKE_NOTHING
+    assert not any(inspect.signature(public[name]).parameters for name in missing)
     for name, case in CASES.items():
         if name not in public:
             continue

@@ -50,7 +50,10 @@ def test_doctests_pass() -> None:
     assert not result.failed
 
 
-@pytest.mark.parametrize("name", ["ranges.py", "layout.py", "chunk_packing.py", "layout_builder.py"])
+PURE = ["ranges", "layout", "chunk_packing", "layout_builder", "packing_search", "ragged_boundaries", "layout_choice"]
+
+
+@pytest.mark.parametrize("name", [f"{name}.py" for name in PURE])
 def test_source_imports_no_torch_distributed(name: str) -> None:
     assert layout_module.__file__
     source = (pathlib.Path(layout_module.__file__).parent / name).read_text()

@@ -202,6 +202,10 @@ def test_loads_are_within_5_percent_of_a_lower_bound(name: str, ranks: int, caps
             f"/ mean without carry {max(alone.values()) * ranks / total:.3f}"
         )
     assert bound <= max(planned.values()) <= 1.05 * bound
+    forced = [sum(cost for cost, first, last in tasks if first == last == rank) for rank in range(ranks)]
+    plain = max(total / ranks, *forced, *(task[0] for task in tasks))
+    # 8B at 32 ranks: no order of the matrices gives holders that do better (docs/benchmarks.md has the count).
+    assert max(planned.values()) <= (1.07 if (name, ranks) == ("Llama-3.1-8B", 32) else 1.05) * plain
     assert max(planned.values()) < max(alone.values())
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -21,11 +24,13 @@ PRIVATE = re.compile(
 )
 # Where private API is used, and which. What the compiled path needs has tests beside its own.
 ALLOWED = {
-    "collectives.py": r"torch\.ops\._c10d_functional|torch\._foreach_copy_",
+    "collectives.py": r"torch\.ops\._c10d_functional|torch\._foreach_copy_|.*import _resolve_process_group",
+    "symmetric.py": r"torch\.ops\._c10d_functional",
     "session.py": r"\._cdata|torch\._C\._autograd",  # saved views and checkpoints are told apart
     "autodiff.py": r"from torch\.utils import _pytree",  # states become nodes of torch's own pytrees
     "compiling.py": r"(from )?torch\._(dynamo|functorch|inductor)\b.*",
     "graph.py": r"torch\.ops\._c10d_functional",
+    "labels.py": r"from torch\._C\._profiler",  # tests/test_labels.py
 }
 
 
@@ -58,12 +63,26 @@ def test_private_api_is_used_where_it_is_named() -> None:
         ("all_reduce", "(Tensor input, str reduce_op, Any group_name) -> Tensor"),
         ("broadcast", "(Tensor input, int src, Any group_name) -> Tensor"),
         ("wait_tensor", "(Tensor tensor) -> Tensor"),
+        (
+            "all_gather_into_tensor_out",
+            "(Tensor input, int group_size, Any group_name, *, Tensor(a!) out) -> Tensor(a!)",
+        ),
+        (
+            "reduce_scatter_tensor_out",
+            "(Tensor input, str reduce_op, int group_size, Any group_name, *, Tensor(a!) out) -> Tensor(a!)",
+        ),
+        ("all_reduce_", "(Tensor(a!) input, str reduce_op, Any group_name) -> Tensor(a!)"),
     ],
 )
 def test_functional_collectives(name: str, schema: str) -> None:
     found = str(getattr(torch.ops._c10d_functional, name).default._schema)
     # Newer releases take a process group where a name was; a name still does.
     assert re.sub(r"(str|Any) group_name", "Any group_name", found) == f"_c10d_functional::{name}{schema}"
+
+
+def test_a_process_group_gives_its_backend() -> None:
+    with single_rank() as mesh:
+        assert type(mesh.get_group(0)._get_backend(torch.device("cpu"))).__name__.startswith("ProcessGroup")
 
 
 def test_a_launch_must_be_waited_for_and_gives_a_new_tensor() -> None:
@@ -76,6 +95,13 @@ def test_a_launch_must_be_waited_for_and_gives_a_new_tensor() -> None:
         ):
             done = torch.ops._c10d_functional.wait_tensor(raw)
             assert torch.equal(done, x) and done.data_ptr() != x.data_ptr()
+
+
+def test_groups_are_found_by_name() -> None:
+    with single_rank() as mesh:
+        group = mesh.get_group(0)
+        found = _resolve_process_group(group.group_name)  # pyright: ignore[reportArgumentType]
+        assert found.group_name == group.group_name and found.size() == 1
 
 
 def test_foreach_copy_casts_and_follows_strides() -> None:

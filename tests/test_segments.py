@@ -27,10 +27,10 @@ def test_equal_labels_that_touch_are_one_segment():
 
 
 def test_padding_separates_segments():
-    """Rows of 5 and of 3 on two ranks: [0, 5) and [6, 9) of a buffer of 30, so that 15 cuts neither."""
-    shapes = {"a": (1, 5), "b": (1, 3)}
-    assert segments(plan(shapes, 2, 0), lambda _: "x") == ((Segment("x", 0, 5), Segment("x", 6, 9)),)
-    assert segments(plan(shapes, 2, 1), lambda _: "x") == ((),)
+    """Rows of 5 and of 7: the second tensor starts on 16 bytes, at 8."""
+    shapes = {"a": (1, 5), "b": (1, 7)}
+    assert segments(plan(shapes, 1, 0), lambda _: "x") == ((Segment("x", 0, 5), Segment("x", 8, 15)),)
+    assert segments(plan(shapes, 2, 1), lambda _: "x") == ((Segment("x", 0, 7),),)
 
 
 def test_a_rank_without_rows_has_none():

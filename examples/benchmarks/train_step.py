@@ -1,181 +1,177 @@
-"""Time and memory of a training step beside PyTorch FSDP2 in the same run.
+"""Time and memory of a training step beside PyTorch FSDP2 and DDP in the same run.
 
-    torchrun --nproc-per-node N examples/benchmarks/train_step.py --size 2B --tokens 4096
+    torchrun --nproc-per-node N examples/benchmarks/train_step.py --size 2B --tokens 1024 4096 --step --out rows.json
 
-Memory first, each contender alone; then time, all contenders in turn, so that drift meets everyone. Rank 0 prints
-medians and the spread; the fastest of the peer's rows is never left out.
+First what the planner predicts. Then memory, each contender alone, and gradients compared; then time, all contenders in
+turn, so that drift meets everyone. One that has no room is reported and left out. `--list` names the contenders.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import dataclasses
 import json
-import os
 import statistics
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from contenders import CONTENDERS, Case, Contender
+from case import Case, Contender
+from chart import try_to_draw
+from comparison import Rows, compared, deviation
+from contenders import BASE, CONTENDERS, quick
+from measure import Clock, attempt, clean, iterations_for, memory
 from model import SIZES
-from torch.distributed.device_mesh import init_device_mesh
+from prediction import describe, predict, predicted_spec
+from table import table
+from world import World, begin, end
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="2B")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="tokens a GPU")
-    parser.add_argument("--reduce", choices=DTYPES, default="fp32")
-    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), help="contenders, by name")
+    parser.add_argument("--size", choices=SIZES, nargs="+", default=["2B"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="tokens a rank")
+    parser.add_argument("--reduce", choices=DTYPES, nargs="+", default=["fp32"])
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="NAME", help="these contenders alone")
+    parser.add_argument("--skip", nargs="+", choices=CONTENDERS, metavar="NAME", default=[], help="all but these")
+    parser.add_argument("--quick", action="store_true", help="without those that compile or need a GPU")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=4, help="timed iterations a round")
-    parser.add_argument("--step", action="store_true", help="time the whole step too")
-    parser.add_argument("--out", type=Path, help="also write the rows as JSON here")
+    parser.add_argument("--iterations", type=int, help="timed iterations a round; by default about 0.3 seconds")
+    parser.add_argument("--step", action="store_true", help="time the whole step too, with AdamW")
+    parser.add_argument("--limit", type=float, help="of a gradient's deviation; default 1e-2, with reduce bf16 2e-2")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON here, and a chart beside it as PNG")
+    parser.add_argument("--list", action="store_true", help="name the contenders and end")
     return parser.parse_args()
 
 
-class Clock:
-    """Elapsed milliseconds: device events on CUDA, wall time on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-
-    def time(self, work: object, iterations: int) -> tuple[float, float]:
-        """(elapsed, CPU time until the last launch returned) of one iteration, in ms."""
-        assert callable(work)
-        if not self.cuda:
-            start = time.perf_counter()
-            for _ in range(iterations):
-                work()
-            elapsed = (time.perf_counter() - start) * 1e3 / iterations
-            return elapsed, elapsed
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        first.record()
-        for _ in range(iterations):
-            work()
-        last.record()
-        launched = time.perf_counter() - start
-        torch.cuda.synchronize()
-        return first.elapsed_time(last) / iterations, launched * 1e3 / iterations
+def case_of(world: World, size: str, tokens: int, reduce: str) -> Case:
+    generator = torch.Generator().manual_seed(world.rank)
+    data = torch.randint(0, SIZES[size].vocab, (2, 1, tokens), generator=generator).to(world.device)
+    return Case(SIZES[size], world.mesh, world.device, data[0], data[1], torch.bfloat16, DTYPES[reduce])
 
 
-def clean(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+def alone(world: World, case: Case, name: str) -> tuple[dict[str, float], torch.Tensor | None]:
+    """Memory and gradient norms of one contender with nothing else alive."""
+    contender = CONTENDERS[name](case.alone())
+    contender.forward_backward()  # compiles
+    used = memory(world, contender)
+    return used, contender.norms() if contender.norms else None
 
 
-def memory(device: torch.device, contender: Contender) -> tuple[float, float, float]:
-    """GiB: (resident before, peak allocated, peak reserved) over three forward+backwards."""
-    if device.type != "cuda":
-        contender.forward_backward()
-        return 0.0, 0.0, 0.0
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    resident = torch.cuda.memory_allocated()
-    for _ in range(3):
-        contender.forward_backward()
-    torch.cuda.synchronize()
-    return tuple(  # type: ignore[return-value]
-        round(x / 2**30, 2) for x in (resident, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-    )
+def measured(world: World, case: Case, names: list[str], args: argparse.Namespace) -> Rows:
+    """The rows of one regime."""
+    rows: Rows = {name: {"note": ""} for name in names}
+    norms: dict[str, torch.Tensor] = {}
+    for name in names:
+        clean(world)
+        done, rows[name]["note"] = attempt(world, lambda name=name: alone(world, case, name))
+        if done is not None:
+            rows[name] |= done[0]
+            if done[1] is not None:
+                norms[name] = done[1]
+        used = ", ".join(f"{key} {value:.2f}" for key, value in rows[name].items() if key != "note")
+        world.say(f"  {name}, alone: {rows[name]['note'] or used}")
+    if BASE in norms:
+        for name, found in norms.items():
+            rows[name]["deviation"] = deviation(found, norms[BASE])
+    time_all(world, case.alone(), rows, args)
+    clean(world)
+    return rows
 
 
-def main() -> None:
+def time_all(world: World, case: Case, rows: Rows, args: argparse.Namespace) -> None:
+    """Interleaved rounds of forward and backward, then of whole steps."""
+    contenders: dict[str, Contender] = {}
+    for name, row in rows.items():
+        if row["note"]:
+            continue
+        made, row["note"] = attempt(world, lambda name=name: CONTENDERS[name](case))
+        if made is not None:
+            contenders[name] = made
+        elif row["note"] == "out of memory":
+            row["note"] = "no room beside the others: try it with --only"
+        clean(world)
+    rounds(world, contenders, rows, args, step=False)
+    if args.step:
+        for name in [name for name, contender in contenders.items() if contender.step is None]:
+            del contenders[name]  # graphs hold the memory that optimizer states need
+        case.shared.pop("graph pool", None)
+        clean(world)
+        rounds(world, contenders, rows, args, step=True)
+
+
+def rounds(
+    world: World,
+    contenders: dict[str, Contender],
+    rows: Rows,
+    args: argparse.Namespace,
+    step: bool,
+) -> None:
+    clock = Clock(world.device)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    iterations: dict[str, int] = {}
+    for number in range(args.rounds + 1):
+        for name in list(contenders):
+            work = contenders[name].step if step else contenders[name].forward_backward
+            assert work is not None
+            if not number:  # warms up, and tells how long it takes
+                found, note = attempt(world, lambda work=work: [clock.time(work, 1) for _ in range(2)][1])
+                iterations[name] = args.iterations or iterations_for(world, found[0] if found else 1.0)
+            else:
+                found, note = attempt(world, lambda work=work, n=iterations[name]: clock.time(work, n))
+            if found is None:
+                rows[name]["note"] = f"{'step' if step else 'beside the others'}: {note}"
+                del contenders[name]
+                clean(world)
+            elif number:
+                times[name].append(found)
+    for name in contenders:
+        elapsed, launching = sorted(t for t, _ in times[name]), [c for _, c in times[name]]
+        if step:
+            rows[name] |= {"step_ms": statistics.median(elapsed), "step_min": elapsed[0], "step_max": elapsed[-1]}
+        else:
+            rows[name] |= {"fb_ms": statistics.median(elapsed), "fb_min": elapsed[0], "fb_max": elapsed[-1]}
+            rows[name] |= {"cpu_ms": statistics.median(launching)}
+
+
+def main() -> int:
     args = parse()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    if cuda:
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    rows: list[dict[str, object]] = []
-    say = print if dist.get_rank() == 0 else lambda *_, **__: None
-    say(f"torch {torch.__version__}, {dist.get_world_size()} x {torch.cuda.get_device_name() if cuda else 'CPU'}")
-    for tokens in args.tokens:
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        data = torch.randint(0, SIZES[args.size].vocab, (2, 1, tokens), generator=generator).to(device)
-        case = Case(SIZES[args.size], mesh, device, data[0], data[1], torch.bfloat16, DTYPES[args.reduce])
-        used: dict[str, tuple[float, float, float]] = {}
-        norms: dict[str, float] = {}
-        for name in args.only:
-            clean(device)
-            contender = CONTENDERS[name](case)
-            contender.forward_backward()  # compiles
-            used[name] = memory(device, contender)
-            if contender.gradient_norm is not None:
-                norms[name] = contender.gradient_norm().item()
-            say(f"  {name}: resident/peak/reserved GiB {used[name]}, gradient norm {norms.get(name)}", flush=True)
-            del contender
-            clean(device)
-        contenders = {name: CONTENDERS[name](case) for name in args.only}
-        clock = Clock(device)
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in args.only}
-        steps: dict[str, list[tuple[float, float]]] = {name: [] for name in args.only}
-        for round_number in range(args.rounds + 1):
-            for name, contender in contenders.items():
-                measured = clock.time(contender.forward_backward, args.iterations)
-                whole = clock.time(contender.step, args.iterations) if args.step and contender.step else None
-                if round_number:  # the first warms up
-                    times[name].append(measured)
-                    if whole:
-                        steps[name].append(whole)
-        for name in args.only:
-            fb = sorted(t for t, _ in times[name])
-            row = {
-                "tokens": tokens,
-                "contender": name,
-                "fb_ms": statistics.median(fb),
-                "fb_min": fb[0],
-                "fb_max": fb[-1],
-                "cpu_ms": statistics.median(c for _, c in times[name]),
-                "step_ms": statistics.median(t for t, _ in steps[name]) if steps[name] else None,
-                "resident": used[name][0],
-                "peak": used[name][1],
-                "reserved": used[name][2],
-                "norm": norms.get(name),
-            }
-            rows.append(row)
-        del contenders
-        clean(device)
-        base = next((row["fb_ms"] for row in rows if row["contender"] == "FSDP2" and row["tokens"] == tokens), None)
-        say(f"{args.size}, {tokens} tokens a GPU, reduce in {args.reduce}")
-        say(
-            f"{'contender':32s} {'f+b ms':>8s} {'min':>8s} {'max':>8s} {'/FSDP2':>7s} {'CPU ms':>7s} {'step ms':>8s}"
-            f" {'resident':>9s} {'peak':>7s} {'reserved':>9s}"
-        )
-        for row in rows:
-            if row["tokens"] != tokens:
-                continue
-            ratio = f"{row['fb_ms'] / base:.3f}" if base else "-"  # type: ignore[operator]
-            step = f"{row['step_ms']:.2f}" if row["step_ms"] else "-"
-            say(
-                f"{row['contender']:32s} {row['fb_ms']:8.2f} {row['fb_min']:8.2f} {row['fb_max']:8.2f} {ratio:>7s} "
-                f"{row['cpu_ms']:7.2f} {step:>8s} {row['resident']:9.2f} {row['peak']:7.2f} {row['reserved']:9.2f}",
-                flush=True,
-            )
-    if args.out and dist.get_rank() == 0:
-        args.out.write_text(json.dumps(rows, indent=1))
-    dist.destroy_process_group()
+    if args.list:
+        print(*CONTENDERS, sep="\n")
+        return 0
+    world = begin()
+    names = args.only or (quick() if args.quick else list(CONTENDERS))
+    names = [name for name in names if name not in args.skip]
+    if compiling := set(names) - set(quick()):
+        # A contender that ran out of recompilations would go on eagerly in silence.
+        torch._dynamo.config.recompile_limit = 256
+        torch._dynamo.config.accumulated_recompile_limit = 4096
+    regimes = [(s, t, r) for s in args.size for r in args.reduce for t in args.tokens]
+    world.say(world.describe())
+    result: dict[str, Any] = {"machine": world.describe(), "ranks": world.size, "predictions": {}, "rows": []}
+    for size, reduce in dict.fromkeys((s, r) for s, _, r in regimes):
+        world.say(*describe(f"{size}, reduce in {reduce}", SIZES[size], world.size, DTYPES[reduce]))
+        spec = predicted_spec(SIZES[size], world.size, torch.bfloat16, DTYPES[reduce])
+        result["predictions"][f"{size} {reduce}"] = dataclasses.asdict(predict(spec))
+    for size, tokens, reduce in regimes:
+        if compiling:
+            torch.compiler.reset()
+        rows = measured(world, case_of(world, size, tokens, reduce), names, args)
+        limit = args.limit or {"fp32": 1e-2, "bf16": 2e-2}[reduce]
+        compared(rows, limit, 5 * limit)
+        regime = {"size": size, "tokens": tokens, "reduce": reduce, "rounds": args.rounds}
+        fresh = [{**regime, "contender": name, **row} for name, row in rows.items()]
+        result["rows"] += fresh
+        world.say(*table(fresh, ranks=world.size))
+        if args.out and world.rank == 0:  # after every regime: a long run that is cut short leaves what it had
+            args.out.write_text(json.dumps(result, indent=1))
+    if args.out and world.rank == 0:
+        print(f"wrote {args.out}", try_to_draw(result, args.out.with_suffix(".png")), sep="\n")
+    end()
+    return 1 if any("failed" in row["note"] or "DIFFER" in row["note"] for row in result["rows"]) else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

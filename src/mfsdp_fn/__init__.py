@@ -1,10 +1,11 @@
 """mfsdp_fn: fully sharded data parallel training as a functional library."""
 
 from . import optim, testing
-from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad, vjp
+from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad
 from .compiling import compile
+from .dbuffer import DBuffer
 from .dtensor import to_dtensors
-from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, StateError
+from .errors import DonatedError, LayoutError, MfsdpError, OrderError, PlanError, SimulationError, StateError
 from .gather_scatter import gather_to_owner, scatter_from_owner
 from .grad_sync import finish_grad_sync, reduce, reduce_outer
 from .group import GroupSpec
@@ -15,6 +16,7 @@ from .layout_builder import (
     build_for_tensor_atomic,
     build_row_atomic_layout,
 )
+from .layout_choice import LayoutChoice
 from .mesh import AbstractMesh
 from .model_weights import sync_model_weights
 from .module import functional_call, params_of
@@ -31,6 +33,7 @@ from .owner_planning import (
 from .placement import (
     BlockAtomic,
     Partial,
+    Placement,
     Placements,
     Replicate,
     RowAtomic,
@@ -45,6 +48,7 @@ from .placement import (
 )
 from .plan import plan
 from .precision import MixedPrecisionPolicy
+from .pullback import Pullback, vjp
 from .ranges import Range
 from .runtime import ExecutionOrder, Phase, PrefetchOrder, RuntimePolicy
 from .sharding import shard
@@ -57,11 +61,13 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh",
     "BlockAtomic",
+    "DBuffer",
     "DonatedError",
     "ExecutionOrder",
     "GlobalLayout",
     "GroupOwnerLayout",
     "GroupSpec",
+    "LayoutChoice",
     "LayoutError",
     "LeafSpec",
     "MfsdpError",
@@ -72,9 +78,11 @@ __all__ = [
     "Partial",
     "Pending",
     "Phase",
+    "Placement",
     "Placements",
     "PlanError",
     "PrefetchOrder",
+    "Pullback",
     "Range",
     "Replicate",
     "RowAtomic",
@@ -82,6 +90,7 @@ __all__ = [
     "ShardLayout",
     "ShardSpec",
     "ShardState",
+    "SimulationError",
     "Stage",
     "StateError",
     "TensorAtomic",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from . import collectives
+from . import collectives, tensor_parallel
 from .collectives import Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
+from .mesh import AbstractMesh
 from .runtime import RuntimePolicy
 from .spec import LeafSpec, ShardSpec
 
@@ -19,7 +20,8 @@ def description(
     """What ranks must agree on, a line a fact, leaves first."""
     lines = [
         f"leaf {leaf.path!r}: {tuple(leaf.shape)} {leaf.dtype} requires_grad={leaf.requires_grad} unit={leaf.unit!r} "
-        f"group={leaf.group} index={leaf.index}"
+        f"group={leaf.group} index={leaf.index}{f' leading_dims={leaf.leading_dims}' if leaf.leading_dims > 1 else ''}"
+        f"{tensor_parallel.description(leaf.parallel)}"
         for leaf in leaves
     ]
     for group in groups:
@@ -27,16 +29,25 @@ def description(
         lines.append(
             f"group {group.name!r}: size={group.layout.size} layout={numbers.hexdigest()[:16]} "
             f"{group.placements} {group.dtypes} grad_scale={group.grad_scale}"
+            + ("" if group.mesh is mesh else f" {_said(group.mesh)}")
         )
-    lines.append(f"mesh {tuple(mesh.size(axis) for axis in range(mesh.ndim))} {mesh.mesh_dim_names}")
+    lines.append(_said(mesh))
     lines.append(f"runtime {runtime}")
     return lines
+
+
+def _said(mesh: Mesh) -> str:
+    """A mesh as every rank sees it: the ranks of a cell (one set of experts, say) are not the other cells'."""
+    return f"mesh {tuple(mesh.size(axis) for axis in range(mesh.ndim))} {mesh.mesh_dim_names}"
 
 
 def agree(mesh: Mesh, spec: ShardSpec | None, failure: Exception | None) -> None:
     """Raise on every rank if a rank failed to plan or planned something else."""
     mine = spec.digest() if spec is not None else f"error: {failure}"
-    digests = collectives.exchange_objects(mesh, mine)
+    meshes = () if spec is None or isinstance(mesh, AbstractMesh) else spec.meshes
+    cells = tuple(collectives.ranks_of(one) for one in meshes)
+    told = collectives.exchange_objects(mesh, (mine, collectives.this_rank(mesh), cells))
+    digests = [digest for digest, _, _ in told]
     if failure is not None:
         raise failure
     failed = [(rank, text) for rank, text in enumerate(digests) if text.startswith("error: ")]
@@ -44,6 +55,8 @@ def agree(mesh: Mesh, spec: ShardSpec | None, failure: Exception | None) -> None
         rank, text = failed[0]
         raise PlanError(f"`params` could not be planned on rank {rank} of the mesh: {text.removeprefix('error: ')}")
     if all(digest == digests[0] for digest in digests):
+        if not isinstance(mesh, AbstractMesh):
+            _check_cells({rank: sets for _, rank, sets in told})
         return
     assert spec is not None
     described = collectives.exchange_objects(mesh, description(spec.leaves, spec.groups, spec.mesh, spec.runtime))
@@ -65,3 +78,19 @@ def agree(mesh: Mesh, spec: ShardSpec | None, failure: Exception | None) -> None
             "build the model the same way everywhere",
         )
     )
+
+
+def _check_cells(cells: dict[int, tuple[tuple[int, ...], ...]]) -> None:
+    """Refuse meshes by unit that are no partition of the default one: ranks of a cell have that very cell."""
+    for rank, mine in cells.items():
+        for number, cell in enumerate(mine):
+            other = next((other for other in cell if cells[other][number] != cell), None)
+            if other is not None:
+                raise PlanError(
+                    bad(
+                        "mesh",
+                        f"cell {list(cell)} on rank {rank} and {list(cells[other][number])} on rank {other}",
+                        "cells that no two ranks see differently",
+                        'give every rank its slice of one mesh: ep_mesh["edp"]',
+                    )
+                )

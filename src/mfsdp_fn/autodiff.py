@@ -1,4 +1,4 @@
-"""`value_and_grad` and `vjp` of functions of sharded states.
+"""`value_and_grad` of functions of sharded states.
 
 Private torch API here: `torch.utils._pytree`, whose nodes compile, checkpoint and vmap take apart.
 """
@@ -10,16 +10,17 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import optree
 import torch
 from torch.autograd.graph import saved_tensors_hooks as torch_saved_tensors_hooks
 from torch.utils import _pytree as torch_pytree
 
 from . import traced, tree
-from .calls import Recordings, make_sinks, open_call
+from .calls import Recordings, make_sinks, note_call, open_call
 from .checks import check_flag, check_function, shown
+from .dbuffer import DBuffer, flatten_buffer, unflatten_buffer
 from .errors import StateError, bad
-from .outputs import check_cotangents, check_loss, check_outputs, detached
+from .gradients import finish_all
+from .outputs import check_loss, detached
 from .session import Saved, Session, refuse_reentrant_graph
 from .state import ShardState, UnitState, check_state, flatten_node, unflatten_node
 
@@ -52,6 +53,7 @@ def _unflatten_for_torch(cls: type, static: tuple[Any, Any], children: Any) -> A
 
 for _cls in (ShardState, UnitState):
     register_torch_node(_cls, _flatten_for_torch, _unflatten_for_torch)
+register_torch_node(DBuffer, flatten_buffer, unflatten_buffer)
 
 
 def value_and_grad(
@@ -149,8 +151,9 @@ class ValueAndGrad:
             refuse_reentrant_graph([loss], session)
             self.recordings.checked = True
         _, order = session.backward([loss], [None], [])
-        grads = tree.build(template, [sink.finish() for sink in sinks])
+        grads = tree.build(template, finish_all(sinks))
         self.recordings.put(states, order)
+        note_call(states)
         if self.has_aux:
             return (loss.detach(), detached(aux)), grads
         return loss.detach(), grads
@@ -196,73 +199,6 @@ def _like(state: Any, values: list[ShardState]) -> Any:
     if isinstance(state, ShardState):
         return values[0]
     return dict(zip(state, values, strict=True)) if isinstance(state, dict) else type(state)(values)
-
-
-Pullback = Callable[..., tuple[Any, tuple[Any, ...]]]
-
-
-def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
-    """Run `fn(state, *args)` now and its backward later: for pipelines, and for backwards in another order.
-
-    Gives ``(out, pullback)``. ``pullback(cotangent, *, is_last_microbatch=True, accumulate=None, donate=False)``
-    gives ``(grads, input_grads)``: reduced gradients as `value_and_grad` does, and for each of `args` the tree of
-    gradients of its floating-point tensors (None elsewhere). The cotangent has the structure of `out`, whose
-    tensors are detached. A pullback can be called once. Communicates what `value_and_grad` does, the backward half
-    in the pullback; calls of `vjp` and pullbacks must have one order on every rank.
-
-    Raises:
-        StateError: as `value_and_grad`; a pullback called twice, or a cotangent that doesn't fit.
-    """
-    check_function("fn", fn, "mf.vjp(fn, state)")
-    recordings = Recordings()
-    session, states, template, handed = open_call(state, recordings)
-    inputs: list[torch.Tensor] = []
-
-    def enter(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        inputs.append(value.detach().requires_grad_())
-        return inputs[-1]
-
-    given: Any = args  # optree's annotations know no tuple of anything
-    entered: Any = optree.tree_map(enter, given, none_is_leaf=True)
-    try:
-        with torch.enable_grad(), torch_saved_tensors_hooks(session.pack, session.unpack):
-            out = fn(handed, *entered)
-        session.tape.drain()
-        leaves, _, out_template = tree.flatten(out)
-        check_outputs(leaves)
-    except BaseException:
-        session.abandon()
-        raise
-    used = False
-
-    def pullback(
-        cotangent: Any, *, is_last_microbatch: bool = True, accumulate: Any = None, donate: bool = False
-    ) -> tuple[Any, tuple[Any, ...]]:
-        nonlocal used, leaves
-        if used:
-            raise StateError(bad("pullback", "a second call", "one call", "call vjp again for another backward"))
-        sinks = make_sinks(states, template, accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
-        session.sinks = sinks
-        cotangents = tree.flatten_like(out_template, cotangent, "cotangent")
-        check_cotangents(leaves, cotangents)
-        used = True
-        outputs, leaves = leaves, []
-        pairs = [(o, cotangents[i]) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
-        pairs = [(o, torch.zeros_like(o) if ct is None else ct) for o, ct in pairs]
-        refuse_reentrant_graph([o for o, _ in pairs], session)
-        found, _ = session.backward([o for o, _ in pairs], [ct for _, ct in pairs], inputs)
-        grads = tree.build(template, [sink.finish() for sink in sinks])
-        rest = iter(found)
-        input_grads: Any = optree.tree_map(
-            lambda value: next(rest) if isinstance(value, torch.Tensor) and value.is_floating_point() else None,
-            given,
-            none_is_leaf=True,
-        )
-        return grads, input_grads
-
-    return tree.build(out_template, [detached(leaf) for leaf in leaves]), pullback
 
 
 @contextlib.contextmanager

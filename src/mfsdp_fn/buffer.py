@@ -9,6 +9,7 @@ import torch
 
 from . import collectives
 from .collectives import Axis
+from .labels import labelled
 from .layout import GlobalLayout
 from .placement import Placement, sharded_axes
 from .ranges import Range
@@ -81,22 +82,33 @@ class PendingGather:
     local: torch.Tensor
     first: collectives.PendingCollective | None
     rest: tuple[Move, ...]
+    label: tuple[str, str] = ("", "")
 
     def wait(self) -> torch.Tensor:
         """The gathered flat buffer."""
-        flat = self.local if self.first is None else self.first.wait()
-        for move in self.rest:
-            if not sum(move.sizes):
-                continue
-            flat = collectives.all_gather(flat, move.sizes, move.axis).wait()
-        return flat
+        if self.first is None and not self.rest:
+            return self.local
+        with labelled("wait for all-gather", *self.label):
+            flat = self.local if self.first is None else self.first.wait()
+            for move in self.rest:
+                if not sum(move.sizes):
+                    continue
+                flat = collectives.all_gather(flat, move.sizes, move.axis).wait()
+            return flat
 
 
-def launch_gather(local: torch.Tensor, steps: Sequence[Move]) -> PendingGather:
-    """Launch the gathers `steps` of a local segment. No steps: the buffer itself. Nothing to move: no collective."""
-    steps = tuple(steps)
-    while steps and not sum(steps[0].sizes):
-        steps = steps[1:]  # nothing of this rank's neighbours; over the next axis there may be something
+def launch_gather(local: torch.Tensor, steps: Sequence[Move], *, label: tuple[str, str] = ("", "")) -> PendingGather:
+    """Launch the gathers `steps` of a local segment. No steps: the buffer itself. Nothing to move: no collective.
+
+    A first step with nothing to move is not made up for by launching the second one at once: the ranks that share the
+    second step may have something to move in the first, and they launch the second when they wait.
+
+    `label` is (what is gathered, phase) for profiler traces.
+    """
     if not steps:
         return PendingGather(local, None, ())
-    return PendingGather(local, collectives.all_gather(local, steps[0].sizes, steps[0].axis), steps[1:])
+    step, rest = steps[0], tuple(steps[1:])
+    if not sum(step.sizes):
+        return PendingGather(local, None, rest, label)
+    with labelled("launch all-gather", *label):
+        return PendingGather(local, collectives.all_gather(local, step.sizes, step.axis), rest, label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ import torch
 from . import tree
 from .checks import check_flag
 from .errors import StateError, bad
+from .flights import Flights
 from .gradients import GradientSink
 from .runtime import ExecutionOrder, PrefetchOrder
-from .session import Session
+from .session import Session, opaque_session
 from .state import ShardState, Stage, check_state
 
 
@@ -43,9 +45,31 @@ class Recordings:
         self.orders.setdefault(tuple(state.spec.digest() for state in states), order)
 
 
+def _refuse_cold_capture(states: list[ShardState]) -> None:
+    """A first call makes handles and threads, which a capturing stream doesn't allow; CUDA's own errors are obscure."""
+    if states[0].spec.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return
+    if not all(state.spec.history.ran for state in states):
+        raise StateError(
+            bad(
+                "state",
+                "a first call inside a CUDA graph capture",
+                "a call outside it before",
+                "run the step once on a side stream to warm up, then capture it",
+            )
+        )
+
+
+def note_call(states: list[ShardState]) -> None:
+    """Remember that forward and backward have run once."""
+    for state in states:
+        state.spec.history.ran = True
+
+
 def open_call(state: Any, recordings: Recordings) -> tuple[Session, list[ShardState], tree.Template, Any]:
     """A session for `state`, and the state that the user's function is called with."""
     states, _, template = _split(state, "state")
+    _refuse_cold_capture(states)
     if torch.is_inference_mode_enabled():
         raise StateError(
             bad(
@@ -77,7 +101,7 @@ def open_call(state: Any, recordings: Recordings) -> tuple[Session, list[ShardSt
                 )
             )
     recorded = recordings.get(states)
-    session = Session(states, recorded)
+    session = (opaque_session() if "torch._dynamo" in sys.modules else Session)(states, recorded)
     handed = [
         ShardState(main=one.main, compute=one.compute, spec=one.spec, root=root, gatherer=session, origin=one)
         for root, one in enumerate(states)
@@ -116,7 +140,8 @@ def make_sinks(
                 )
             )
         given = [by_path[path] for path in paths]
+    flights = Flights(states[0].spec.runtime)  # `open_call` saw to it that all states have one policy
     return [
-        GradientSink(one, total, is_last_microbatch=is_last_microbatch, donate=donate)
+        GradientSink(one, total, flights, is_last_microbatch=is_last_microbatch, donate=donate)
         for one, total in zip(states, given, strict=True)
     ]

@@ -1,6 +1,6 @@
-"""The only file that talks to `torch.distributed`.
+"""The only file that talks to `torch.distributed`, with `symmetric.py`, which does so in another kind of memory.
 
-With `session.py`, `autodiff.py` and the compiled path it is also the only one that uses private torch API.
+With these, `session.py`, `autodiff.py` and the compiled path they are also the only ones that use private torch API.
 
 Collectives are asynchronous functional ops (``torch.ops._c10d_functional``: private, but what
 `torch.distributed._functional_collectives` and every compiler pass are built on): a launch returns a tensor
@@ -18,10 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+# Private: groups travel by name, as the functional operators take them, and the list collectives want the group.
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from . import ragged
 from .errors import PlanError, StateError, bad
 from .mesh import AbstractMesh
+from .simulated_mesh import SimulatedMesh
+from .simulation import Arrival, Communicator
+from .symmetric import Staged, Staging
 
-Mesh = DeviceMesh | AbstractMesh
+Mesh = DeviceMesh | AbstractMesh | SimulatedMesh
 
 _ops = torch.ops._c10d_functional
 
@@ -38,13 +47,17 @@ _reduction_groups = weakref.WeakKeyDictionary()
 class Axis:
     """One mesh axis: its size, this rank's place on it, and the names of its two communicators.
 
-    The names are None on an `AbstractMesh`.
+    The names are None on an `AbstractMesh`, and on a simulated one, which has `simulated` instead; the stagings
+    without `use_symmetric_memory`.
     """
 
     size: int
     rank: int
     gather_group: str | None = dataclasses.field(default=None, compare=False)
     reduce_group: str | None = dataclasses.field(default=None, compare=False)
+    simulated: Communicator | None = dataclasses.field(default=None, compare=False, repr=False)
+    gather_staging: Staging | None = dataclasses.field(default=None, compare=False, repr=False)
+    reduce_staging: Staging | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]:
@@ -64,6 +77,9 @@ def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]
         )
     if isinstance(mesh, AbstractMesh):
         return tuple(Axis(mesh.size(axis), coordinate[axis]) for axis in range(mesh.ndim))
+    if isinstance(mesh, SimulatedMesh):
+        pairs = [(Axis(mesh.size(axis), coordinate[axis]), mesh.communicator((axis,))) for axis in range(mesh.ndim)]
+        return tuple(dataclasses.replace(axis, simulated=communicator) for axis, communicator in pairs)
     axes = []
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
@@ -76,7 +92,7 @@ def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]
                     "give the ranks of a mesh in ascending order",
                 )
             )
-        reduction = _reduction_group(group) if separate_reductions else group
+        reduction = reduction_group(group) if separate_reductions else group
         axes.append(Axis(mesh.size(axis), coordinate[axis], group.group_name, reduction.group_name))
     probe = torch.zeros(1, device=device_of(mesh))
     for axis in axes:  # NCCL connects at the first collective; better here than inside a step
@@ -85,7 +101,18 @@ def axes_of(mesh: Mesh, *, separate_reductions: bool = True) -> tuple[Axis, ...]
     return tuple(axes)
 
 
-def _reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def of_group(axes: Sequence[Axis], name: str) -> tuple[Axis, ...]:
+    """The same axes for one group's buffers: simulated ranks compare and record of which group a collective is."""
+    return tuple(
+        axis
+        if axis.simulated is None
+        else dataclasses.replace(axis, simulated=dataclasses.replace(axis.simulated, group=name))
+        for axis in axes
+    )
+
+
+def reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The communicator for reductions beside a mesh axis' own; collective over its ranks the first time."""
     known = _reduction_groups.get(group)
     found = None if known is None else known()
     if found is None:
@@ -114,7 +141,10 @@ def exchange_objects(mesh: Mesh, obj: Any) -> list[Any]:
         return gathered
     for axis in reversed(range(mesh.ndim)):
         parts: list[Any] = [None] * mesh.size(axis)
-        dist.all_gather_object(parts, gathered, group=mesh.get_group(axis))
+        if isinstance(mesh, SimulatedMesh):
+            parts = mesh.communicator((axis,)).exchange_objects(gathered)
+        else:
+            dist.all_gather_object(parts, gathered, group=mesh.get_group(axis))
         gathered = [item for part in parts for item in part]
     return gathered
 
@@ -123,35 +153,33 @@ def exchange_objects(mesh: Mesh, obj: Any) -> list[Any]:
 class PendingCollective:
     """A launched collective. `wait` gives its result; one that is dropped unwaited leaks its buffers.
 
-    `sizes` are the true sizes of an uneven gather's segments, which were padded to the largest.
+    `sizes` are the true sizes of an uneven gather's segments, where they were padded to the largest. `work` is what
+    to wait for where it isn't the tensor itself; `source` what the transfer reads, alive until then.
     """
 
-    raw: torch.Tensor
+    raw: torch.Tensor | Arrival | Staged
     sizes: tuple[int, ...] | None
     dtype: torch.dtype
+    work: dist.Work | None = None
+    source: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         """The result, ordered after the collective on the current stream."""
-        done = _ops.wait_tensor(self.raw)
+        if isinstance(self.raw, (Arrival, Staged)):
+            done = self.raw.wait()
+        elif self.work is None:
+            done = _ops.wait_tensor(self.raw)
+        else:
+            self.work.wait()
+            done = self.raw
         if self.sizes is not None:
-            widest = max(self.sizes)
-            done = torch.cat([done.narrow(0, i * widest, size) for i, size in enumerate(self.sizes)])
+            done = ragged.without_padding(done, self.sizes)
         return done if done.dtype == self.dtype else done.view(self.dtype)
 
 
 # Gloo and NCCL agree on these; anything else (float8, int16, …) travels as bytes.
-_WIRE_DTYPES = frozenset(
-    (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    )
-)
+_WIRE_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_WIRE_DTYPES |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 
 
 def _group(name: str | None, what: str) -> str:
@@ -160,32 +188,46 @@ def _group(name: str | None, what: str) -> str:
     return name
 
 
+def _ragged_group(wire: torch.Tensor, name: str) -> dist.ProcessGroup | None:
+    """The group, if it takes uneven segments as they are."""
+    if torch.compiler.is_compiling() or wire.device.type != "cuda":
+        return None
+    group = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]  # newer releases have a type of names
+    return group if ragged.takes_lists(group, wire.device) else None
+
+
 def _is_alone(axis: Axis) -> bool:
     """An abstract axis of one rank: nothing to communicate, so transforms run without any process group.
 
     On a real mesh an axis of size 1 communicates like any other, which keeps one code path.
     """
-    return axis.size == 1 and axis.gather_group is None
+    return axis.size == 1 and axis.gather_group is None and axis.simulated is None
 
 
 def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:
     """Launch an all-gather of 1-D segments of `sizes[rank]` elements over `axis`.
 
-    Bytes received a rank: (sum of sizes - own) times the element size; with uneven sizes the wire carries
-    the largest size for everyone.
+    Bytes received a rank: (sum of sizes - own) times the element size. Uneven sizes: NCCL writes each segment where
+    it belongs; on other backends, and in compiled graphs, the wire carries the largest size for everyone.
     """
     if _is_alone(axis):
         return PendingCollective(local.clone(), None, local.dtype)
+    if axis.simulated is not None:
+        return PendingCollective(axis.simulated.all_gather(local, sizes), None, local.dtype)
     name = _group(axis.gather_group, "all-gather")
     wire = local if local.dtype in _WIRE_DTYPES else local.view(torch.uint8)
     scale = local.dtype.itemsize // wire.dtype.itemsize
     widest = max(sizes)
     if all(size == widest for size in sizes):
+        if axis.gather_staging is not None and (staged := axis.gather_staging.all_gather(wire, axis.size, name)):
+            return PendingCollective(staged, None, local.dtype)
         return PendingCollective(_even_gather(wire, axis.size, name), None, local.dtype)
-    padded = wire.new_zeros(widest * scale)
-    padded.narrow(0, 0, wire.numel()).copy_(wire)
-    raw = _even_gather(padded, axis.size, name)
-    return PendingCollective(raw, tuple(size * scale for size in sizes), local.dtype)
+    group = _ragged_group(wire, name)
+    if group is not None:
+        flat, work = ragged.gather(wire, [size * scale for size in sizes], group)
+        return PendingCollective(flat, None, local.dtype, work, wire)
+    padded = ragged.with_padding(wire, [wire.numel()], widest * scale)
+    return PendingCollective(_even_gather(padded, axis.size, name), tuple(s * scale for s in sizes), local.dtype)
 
 
 def _even_gather(wire: torch.Tensor, size: int, name: str) -> torch.Tensor:
@@ -200,20 +242,23 @@ def _even_gather(wire: torch.Tensor, size: int, name: str) -> torch.Tensor:
 def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:
     """Launch a sum reduce-scatter of a 1-D buffer into segments of `sizes[rank]` elements over `axis`.
 
-    Bytes sent a rank: (sum of sizes - own) times the element size; with uneven sizes the wire carries the
-    largest size for everyone.
+    Bytes sent a rank: (sum of sizes - own) times the element size. Uneven sizes: as in `all_gather`.
     """
     if _is_alone(axis):
         return PendingCollective(full.clone(), None, full.dtype)
+    if axis.simulated is not None:
+        return PendingCollective(axis.simulated.reduce_scatter(full, sizes), None, full.dtype)
     name = _group(axis.reduce_group, "reduce")
     widest = max(sizes)
     if all(size == widest for size in sizes):
+        if axis.reduce_staging is not None and (staged := axis.reduce_staging.reduce_scatter(full, axis.size, name)):
+            return PendingCollective(staged, None, full.dtype)
         return PendingCollective(_ops.reduce_scatter_tensor(full, "sum", axis.size, name), None, full.dtype)
-    padded = full.new_zeros(widest * axis.size)
-    start = 0
-    for rank, size in enumerate(sizes):
-        padded.narrow(0, rank * widest, size).copy_(full.narrow(0, start, size))
-        start += size
+    group = _ragged_group(full, name)
+    if group is not None:
+        part, work = ragged.reduce_scatter(full, sizes, axis.rank, group)
+        return PendingCollective(part, None, full.dtype, work, full)
+    padded = ragged.with_padding(full, sizes, widest)
     raw = _ops.reduce_scatter_tensor(padded, "sum", axis.size, name)
     return PendingCollective(raw, (sizes[axis.rank],), full.dtype)
 
@@ -222,11 +267,18 @@ def all_reduce(full: torch.Tensor, axis: Axis) -> PendingCollective:
     """Launch a sum all-reduce of `full` over `axis` (out of place)."""
     if _is_alone(axis):
         return PendingCollective(full.clone(), None, full.dtype)
-    return PendingCollective(_ops.all_reduce(full, "sum", _group(axis.reduce_group, "reduce")), None, full.dtype)
+    if axis.simulated is not None:
+        return PendingCollective(axis.simulated.all_reduce(full), None, full.dtype)
+    name = _group(axis.reduce_group, "reduce")
+    if axis.reduce_staging is not None and (staged := axis.reduce_staging.all_reduce(full, name)):
+        return PendingCollective(staged, None, full.dtype)
+    return PendingCollective(_ops.all_reduce(full, "sum", name), None, full.dtype)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis) -> PendingCollective:
     """Launch a broadcast of the first rank's `tensor` over `axis` (out of place)."""
+    if axis.simulated is not None:
+        return PendingCollective(axis.simulated.broadcast(tensor), None, tensor.dtype)
     wire = tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
     return PendingCollective(_ops.broadcast(wire, 0, _group(axis.gather_group, "broadcast")), None, tensor.dtype)
 
@@ -242,6 +294,7 @@ class Peers:
     this_rank: int
     group_order: tuple[int, ...]
     group: str | None = dataclasses.field(default=None, compare=False)
+    simulated: Communicator | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def ranks_of(mesh: Mesh, axes: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -266,9 +319,14 @@ def ranks_of(mesh: Mesh, axes: Sequence[int] | None = None) -> tuple[int, ...]:
     return tuple(table.permute([kept.index(axis) for axis in order]).reshape(-1).tolist())
 
 
+def world_of(mesh: Mesh) -> object:
+    """What tells communicators over one set of ranks from another's: what is kept for a mesh is kept under it."""
+    return mesh.world if isinstance(mesh, SimulatedMesh) else type(mesh)
+
+
 def this_rank(mesh: Mesh) -> int:
     """Global rank of the caller, which must be on the mesh."""
-    # From the mesh: where ranks are simulated in one process, `dist.get_rank()` is 0 on all of them.
+    # From the mesh: where ranks are simulated in one process, `dist.get_rank()` is none of theirs.
     return mesh.rank if isinstance(mesh, AbstractMesh) else int(mesh.mesh[tuple(mesh.get_coordinate() or ())])
 
 
@@ -290,6 +348,9 @@ def peers_of(mesh: Mesh, axes: Sequence[int] | None = None) -> Peers:
     wide = [axis for axis in order if mesh.size(axis) > 1]
     if not wide:
         return Peers(ranks, ranks[0], ranks)
+    if isinstance(mesh, SimulatedMesh):
+        communicator = mesh.communicator(wide)
+        return Peers(ranks, this_rank(mesh), communicator.ranks, simulated=communicator)
     group = mesh.get_group(wide[0])
     if len(wide) > 1:
         made = _joint_groups.setdefault(group, {})
@@ -307,6 +368,8 @@ def all_to_all(wire: torch.Tensor, receive: Sequence[int], send: Sequence[int], 
 
     Peers are counted in `Peers.group_order`. Bytes sent a rank: what `send` says, each peer's part straight to it.
     """
+    if peers.simulated is not None:
+        return PendingCollective(peers.simulated.all_to_all(wire, receive, send), None, wire.dtype)
     name = _group(peers.group, "exchange")
     raw = _ops.all_to_all_single(wire, list(receive), list(send), name)
     return PendingCollective(raw, None, wire.dtype)

@@ -17,7 +17,8 @@ from torch import fx
 
 from . import graph
 from .checks import check_flag, check_function, shown
-from .errors import MfsdpError, bad
+from .errors import MfsdpError, StateError, bad
+from .simulation import refuse_compiling
 
 
 def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any) -> Callable[..., Any]:
@@ -47,11 +48,23 @@ def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any
     backend = "inductor" if backend is None else backend  # as torch.compile has it since 2.13
     inner_options: Mapping[str, Any] = options.pop("options", None) or {}
     compiled = torch.compile(step, backend=_backend(backend, inner_options), **options)
+    called = False
 
     @functools.wraps(step)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # inside a larger step that is being compiled
             return step(*args, **kwargs)
+        nonlocal called
+        if not called and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                bad(
+                    "step",
+                    "a first call inside a CUDA graph capture",
+                    "a call outside it before",
+                    "run the step once on a side stream to warm up and compile, then capture it",
+                )
+            )
+        refuse_compiling()
         from torch._dynamo import config as dynamo_config
         from torch._functorch import config as functorch_config
 
@@ -60,7 +73,9 @@ def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any
             dynamo_config.patch(trace_autograd_ops=True),
             functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
         ):
-            return compiled(*args, **kwargs)
+            result = compiled(*args, **kwargs)
+        called = True
+        return result
 
     return call
 
@@ -94,6 +109,21 @@ def _check_options(options: Mapping[str, Any]) -> None:
 _KEEP_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 
 
+def _store_what_is_read_late() -> Callable[[fx.Graph], None]:
+    """Inductor's last pass: what `graph.weights_read_late` finds becomes a tensor instead of being computed again."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Store(CustomGraphPass):
+        def __call__(self, graph_: fx.Graph) -> None:
+            for node in graph.weights_read_late(graph_):
+                node.meta["inductor_realize_to_strides"] = True  # the key that Inductor's own passes use
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__, graph.__file__))
+
+    return Store()
+
+
 def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Dynamo's graph to ATen, our passes, then the user's backend."""
     # Public, but the module re-exports it without an `__all__`.
@@ -103,7 +133,7 @@ def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> C
 
     inner: Callable[..., Any]
     if backend == "inductor":
-        settings = {**_KEEP_ORDER, **options}
+        settings = {**_KEEP_ORDER, "post_grad_custom_post_pass": _store_what_is_read_late(), **options}
 
         def inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
             with warnings.catch_warnings():

@@ -27,6 +27,10 @@ class OrderError(MfsdpError):
     """Collectives would be issued in an order that ranks can't agree on."""
 
 
+class SimulationError(MfsdpError):
+    """Simulated ranks can't do this as real ones would."""
+
+
 def bad(argument: str, got: object, expected: str, fix: str) -> str:
     """The text of an argument error: which argument, what it got, what was expected, how to mend it.
 

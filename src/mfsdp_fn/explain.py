@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from .layout_choice import ALIGNMENT
+
 if TYPE_CHECKING:
+    from .collectives import Axis
     from .group import GroupSpec
     from .spec import ShardSpec
 
 LEGEND = (
     "main: dtype of the optimizer's weights; compute: of gathered ones; MiB kept: on this rank between steps, in both; "
-    "misaligned: matrices that start off 16 bytes when gathered"
+    "misaligned: matrices that start off 16 bytes when gathered; boundaries off: rank boundaries that do"
 )
-ALIGNMENT = 16  # bytes: what a vector load or a matrix kernel wants a matrix to start at
 
 
 def misaligned(group: GroupSpec) -> int:
@@ -28,16 +31,27 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def misaligned_segments(group: GroupSpec) -> int:
+    """How many of the rank boundaries lie off 16 bytes, in the dtype that is gathered or the one that is reduced."""
+    size = min(group.dtypes.compute.itemsize, group.dtypes.reduce.itemsize)
+    return sum(1 for offset in group.layout.rank_to_offset if offset * size % ALIGNMENT)
+
+
 def explain(spec: ShardSpec) -> str:
-    """One line a group: dtypes, tensors, elements, padding, this rank's bytes, misaligned matrices."""
-    rows = [("group", "main > compute", "tensors", "elements", "padding", "MiB kept", "MiB gathered", "misaligned")]
+    """Two tables, a line a group: what it holds; and what was predicted for its layout, and why it was picked."""
+    columns = ("tensors", "elements", "padding", "MiB kept", "MiB gathered", "misaligned", "boundaries off")
+    held: list[Sequence[str]] = [("group", "main > compute", *columns)]
+    predicted: list[Sequence[str]] = [
+        ("group", "padding", "(chunk rule)", "segment", "largest unpadded", "layout", "why")
+    ]
     for group in spec.groups:
         numel = sum(numel for _, _, numel in group.views)
         local = (group.main_range.stop - group.main_range.start) * group.dtypes.main.itemsize
         if group.has_compute:
             local += (group.compute_range.stop - group.compute_range.start) * group.dtypes.compute.itemsize
         padding = (group.layout.size - numel) / numel if numel else 0.0
-        rows.append(
+        size, choice = group.dtypes.compute.itemsize, group.choice
+        held.append(
             (
                 group.name,
                 f"{short(group.dtypes.main)} > {short(group.dtypes.compute)}",
@@ -45,16 +59,32 @@ def explain(spec: ShardSpec) -> str:
                 f"{numel:,}",
                 f"{padding:.2%}",
                 f"{local / 2**20:.2f}",
-                f"{group.layout.size * group.dtypes.compute.itemsize / 2**20:.2f}",
+                f"{group.layout.size * size / 2**20:.2f}",
                 str(misaligned(group)),
+                str(misaligned_segments(group)),
             )
         )
+        numbers = (choice.padding, choice.chunk_rule, choice.padded, choice.ragged)
+        predicted.append((group.name, *(f"{number * size:,}" for number in numbers), choice.picked, choice.why))
+    head = f"{len(spec.leaves)} leaves in {len(spec.groups)} groups of {len(spec.units)} units over {_sizes(spec.axes)}"
+    others: dict[int, str] = {}
+    for group in spec.groups:
+        if group.mesh is not spec.mesh:
+            others.setdefault(id(group.mesh), f"{group.unit or '(root)'} over {_sizes(group.axes)}")
+    head = ", ".join([f"{head} ranks", *others.values()])
+    title = "Predictions: bytes of padding and of a rank's segment with padding, of the largest segment without"
+    return "\n".join([head, *_table(held, {0}), LEGEND, title, *_table(predicted, {0, 5, 6})])
+
+
+def _sizes(axes: Sequence[Axis]) -> str:
+    return "x".join(str(axis.size) for axis in axes)
+
+
+def _table(rows: Sequence[Sequence[str]], texts: set[int]) -> list[str]:
+    """Lines; columns in `texts` are flush left, the others right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    sizes = "x".join(str(axis.size) for axis in spec.groups[0].axes) if spec.groups else "-"
-    head = f"{len(spec.leaves)} leaves in {len(spec.groups)} groups of {len(spec.units)} units over {sizes} ranks"
-    return "\n".join([head, *lines, LEGEND])
+        pairs = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(c.ljust(w) if i in texts else c.rjust(w) for i, (c, w) in pairs).rstrip())
+    return lines

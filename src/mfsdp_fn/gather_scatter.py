@@ -12,8 +12,9 @@ from . import collectives
 from .checks import check_mapping, shown
 from .errors import StateError, bad
 from .group import GroupSpec
-from .owner_exchange import Tensors, launch_gather, launch_scatter, route_of
+from .owner_exchange import Tensors, by_ranks, launch_gather, launch_scatter, route_of, scatter_dtypes
 from .owner_layout import GroupOwnerLayout
+from .owner_packing import flat_fulls, flat_shards
 
 
 def _grouped(
@@ -154,9 +155,9 @@ def gather_to_owner(
 ) -> dict[Any, Any]:
     """Bring every participating tensor together at its owner.
 
-    One ``all_to_all_single`` for all groups, over the ranks that share the buffers; none at all where no tensor
-    straddles ranks, which every rank knows by itself. A rank sends its parts of the tensors that others own:
-    elements times the wire's element size, nothing else.
+    One ``all_to_all_single`` for all groups over the same ranks, which share the buffers (with meshes by unit, one
+    for each set of ranks); none at all where no tensor straddles ranks, which every rank knows by itself. A rank
+    sends its parts of the tensors that others own: elements times the wire's element size, nothing else.
 
     Args:
         shards: ``{index: this rank's shard}`` of the participating tensors of which it holds elements, in any
@@ -192,9 +193,19 @@ def gather_to_owner(
     if targets is not None:
         sizes = [{i: layout.layout.tensor_range(i).size for i in layout.owned} for layout in layouts]
         _check_out(targets, sizes, layouts, [dtypes])
-    layouts = tuple(layouts)
-    fulls = launch_gather(layouts, given, wire_dtype, route_of(layouts)).wait(targets)
-    by_group = [{index: full for (n, index), full in fulls.items() if n == number} for number in range(len(keys))]
+    sets = by_ranks(layouts)
+    if len(sets) > 1:  # refuse what is wrong with any before the first is sent
+        for layout, mine in zip(layouts, given, strict=True):
+            flat_shards(layout, mine, "shards")
+    pendings = []
+    for numbers in sets:
+        some = tuple(layouts[number] for number in numbers)
+        pendings.append(launch_gather(some, [given[number] for number in numbers], wire_dtype, route_of(some)))
+    by_group: list[dict[int, torch.Tensor]] = [{} for _ in layouts]
+    for numbers, pending in zip(sets, pendings, strict=True):
+        there = None if targets is None else [targets[number] for number in numbers]
+        for (position, index), full in pending.wait(there).items():
+            by_group[numbers[position]][index] = full
     return by_group[0] if single else dict(zip(keys, by_group, strict=True))
 
 
@@ -203,7 +214,7 @@ def scatter_from_owner(
 ) -> dict[Any, Any]:
     """Send the owners' full results back to the ranks that hold the shards: the transpose of `gather_to_owner`.
 
-    One ``all_to_all_single`` for all groups, or none; the same elements travel as in the gather.
+    One ``all_to_all_single`` for all groups over the same ranks, or none; the same elements travel as in the gather.
 
     Args:
         fulls: ``{index: full result}``, in any shape, of every tensor that this rank owns; others are not read.
@@ -241,9 +252,20 @@ def scatter_from_owner(
     if targets is not None:
         sizes = [{i: piece.size for i, piece in layout.mine.items()} for layout in layouts]
         told = _check_out(targets, sizes, layouts, [[layout.dtype for layout in layouts], own])
-    layouts = tuple(layouts)
-    pending = launch_scatter(layouts, given, wire_dtype, told, route_of(layouts))
-    found = pending.wait()
+    sets = by_ranks(layouts)
+    if len(sets) > 1:  # refuse what is wrong with any before the first is sent
+        flat = [flat_fulls(layout, mine, "fulls") for layout, mine in zip(layouts, given, strict=True)]
+        scatter_dtypes(layouts, given, flat, wire_dtype, told)
+    pendings = []
+    for numbers in sets:
+        some, mine = tuple(layouts[number] for number in numbers), [given[number] for number in numbers]
+        theirs = [told[number] for number in numbers]
+        pendings.append(launch_scatter(some, mine, wire_dtype, theirs, route_of(some)))
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    known: dict[int, torch.dtype] = {}
+    for numbers, pending in zip(sets, pendings, strict=True):
+        known.update(zip(numbers, pending.dtypes, strict=True))
+        found.update({(numbers[position], index): flat for (position, index), flat in pending.wait().items()})
     by_group: list[dict[int, torch.Tensor]] = []
     for number, layout in enumerate(layouts):
         rank = layout.ranks.index(layout.this_rank)
@@ -252,7 +274,7 @@ def scatter_from_owner(
             collectives.copy_many([targets[number][index].view(-1) for index in mine], list(mine.values()))
             by_group.append({index: targets[number][index] for index in mine})
         else:
-            dtype = pending.dtypes[number]
+            dtype = known[number]
             shapes = {index: layout.layout.local_shape(index, rank) for index in mine}
             by_group.append({index: flat.to(dtype).view(shapes[index]) for index, flat in mine.items()})
     return by_group[0] if single else dict(zip(keys, by_group, strict=True))

@@ -12,6 +12,7 @@ from .checks import check_flag
 from .errors import StateError, bad
 from .spec import ShardSpec
 from .state import NOTHING, ShardState, Stage, check_state, with_main
+from .tensor_parallel import local_gradient
 
 
 def reduce(
@@ -21,7 +22,8 @@ def reduce(
 
     One reduce-scatter a trainable group over each axis its gradients are sharded over, in the wire's dtype; with
     ddp and zero1 an all-reduce or reduce-scatter of what was accumulated, on the last microbatch. Outer axes are
-    left to `reduce_outer`.
+    left to `reduce_outer`; with `RuntimePolicy.caller_managed_grad_sync` everything that can wait is left to
+    `finish_grad_sync`.
 
     Args:
         grads: tree of the planned structure; a leaf may be None, which is zero. Gradients given at both places of
@@ -31,7 +33,8 @@ def reduce(
         is_last_microbatch: False leaves ddp and zero1 gradients accumulating, unreduced.
 
     Raises:
-        StateError: a gradient whose shape differs from the plan's (its path named), or `into` of another plan.
+        StateError: a gradient whose shape differs from the plan's (its path named), `into` of another plan, or
+            finished `into` where the caller is to finish.
     """
     if not isinstance(spec, ShardSpec):
         raise StateError(bad("spec", f"a {type(spec).__name__}", "a ShardSpec", "pass the plan: state.spec"))
@@ -40,10 +43,26 @@ def reduce(
     by_group = _grads_by_group(leaves, spec)
     if into is not None:
         check_state(into, "into", spec)
+    managed, deferred = spec.runtime.caller_managed_grad_sync, any(group.defers for group in spec.groups)
+    if managed and deferred and into is not None and into.stage is Stage.FINAL:
+        raise StateError(
+            bad(
+                "into",
+                "finished gradients",
+                "gradients that still accumulate, since RuntimePolicy leaves finishing to you",
+                "call finish_grad_sync after the last microbatch",
+            )
+        )
     total = _reduce_inner(by_group, spec, into)
-    if is_last_microbatch and total.stage is Stage.ACCUMULATING and not any(g.grad_scatters for g in spec.groups):
+    if managed:
+        return total
+    if (
+        is_last_microbatch
+        and total.stage is Stage.ACCUMULATING
+        and not any(g.grad_scatters and g.defers for g in spec.groups)
+    ):
         total = finish_grad_sync(total)
-    if into is not None and into.stage is Stage.FINAL and any(group.defers for group in spec.groups):
+    if into is not None and into.stage is Stage.FINAL and deferred:
         total = finish_grad_sync(total)
         main = [a + b for a, b in zip(into.main, total.main, strict=True)]
         return with_main(total, tuple(main))
@@ -57,6 +76,9 @@ def _grads_by_group(leaves: dict[int, Any], spec: ShardSpec) -> list[dict[int, t
         grad = leaves.get(number)
         if grad is None:
             continue
+        given = id(grad)
+        if isinstance(grad, torch.Tensor):
+            grad = local_gradient(grad, leaf.parallel, leaf.path)
         if not isinstance(grad, torch.Tensor) or grad.shape != leaf.shape:
             got = tuple(grad.shape) if isinstance(grad, torch.Tensor) else repr(grad)
             raise StateError(
@@ -76,9 +98,9 @@ def _grads_by_group(leaves: dict[int, Any], spec: ShardSpec) -> list[dict[int, t
                     "leave it out, or plan again",
                 )
             )
-        if (leaf.group, leaf.index, id(grad)) in seen:
+        if (leaf.group, leaf.index, given) in seen:
             continue
-        seen.add((leaf.group, leaf.index, id(grad)))
+        seen.add((leaf.group, leaf.index, given))
         mine = by_group[leaf.group]
         mine[leaf.index] = mine[leaf.index] + grad if leaf.index in mine else grad.detach()
     return by_group
@@ -131,11 +153,32 @@ def _finish(grads: ShardState) -> ShardState:
 def reduce_outer(grads: ShardState) -> ShardState:
     """Finish gradients over the outer axes: one all-reduce (hsdp) or reduce-scatter (hfsdp) a group.
 
-    Finished gradients are returned as they are.
+    A step of its own, to overlap with whatever the caller does in between: accumulate every microbatch with
+    ``is_last_microbatch=False``, or plan with ``RuntimePolicy(caller_managed_grad_sync=True)``, and call this once.
+    All reductions are launched, at most `max_inflight_reductions` at a time, and waited for. Finished gradients are
+    returned as they are; `grads` is not changed.
+
+    Raises:
+        StateError: not a living state of gradients.
     """
     return _finish(grads)
 
 
 def finish_grad_sync(grads: ShardState) -> ShardState:
-    """Finish every reduction that gradients still wait for; finished ones are returned as they are."""
+    """Finish every reduction that gradients still wait for; finished ones are returned as they are.
+
+    What `reduce_outer` does for outer axes, and for ddp and zero1 the one reduction of a step: call it after the last
+    microbatch where value_and_grad didn't do it, before clipping or a step of an optimizer. `grads` is not changed.
+
+    Raises:
+        StateError: not a living state of gradients.
+
+    >>> import torch, mfsdp_fn as mf
+    >>> params = {"w": torch.ones(2, requires_grad=True)}
+    >>> policy = mf.RuntimePolicy(caller_managed_grad_sync=True)
+    >>> spec = mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.ddp(), runtime=policy)
+    >>> grads = mf.reduce({"w": torch.full((2,), 3.0)}, spec)
+    >>> grads.stage, mf.finish_grad_sync(grads).main[0]
+    (<Stage.ACCUMULATING: 'accumulating'>, tensor([3., 3.]))
+    """
     return _finish(grads)

@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from . import reduction
 from .errors import StateError, bad
+from .flights import Flight, Flights, Pendings
 from .group import GroupSpec
 from .state import NOTHING, ShardState, Stage, check_state
 from .state import donate as mark_donated
-
-Pendings = list[tuple[int, GroupSpec, reduction.PendingReduction]]
-
-
-class _InFlight:
-    """Launched reductions, and what becomes of their results."""
-
-    def __init__(self, pendings: Pendings, then: Callable[[Pendings], None]) -> None:
-        self.pendings, self.then = pendings, then
-
-    def settle(self) -> None:
-        """Free the inputs."""
-        self.pendings = [(number, group, pending.settle()) for number, group, pending in self.pendings]
-
-    def finish(self) -> None:
-        """Wait for them, launch what depends on them, and hand the results on."""
-        self.settle()  # what is launched next must not find the inputs still alive
-        self.then(self.pendings)
 
 
 class GradientSink:
     """Gradients of one `ShardState` in one backward.
 
-    `collect` packs what autograd delivers, `issue` launches a unit's reductions, `finish` gives the result. At most
-    `max_inflight_reductions` units' packed inputs are alive, the one being packed into counted. `collect` is called
-    when this rank's gradients come, so it launches nothing; `issue` is called in one order on every rank, and so
-    everything is launched from there.
+    `collect` packs what autograd delivers, `issue` launches a unit's reductions, `finish_all` gives the results of all
+    states of a call. At most `max_inflight_reductions` units' packed inputs are alive, the one being packed into
+    counted. `collect` is called when this rank's gradients come, so it launches nothing; `issue` is called in one
+    order on every rank, and so everything is launched from there.
     """
 
     def __init__(
-        self, state: ShardState, accumulate: ShardState | None, *, is_last_microbatch: bool, donate: bool
+        self,
+        state: ShardState,
+        accumulate: ShardState | None,
+        flights: Flights,
+        *,
+        is_last_microbatch: bool,
+        donate: bool,
     ) -> None:
         self.spec = state.spec
-        self.last = is_last_microbatch
+        self.flights = flights
+        managed = self.spec.runtime.caller_managed_grad_sync
+        self.last = is_last_microbatch and not managed
         self.defers = any(group.defers for group in self.spec.groups)
         self.add_after: ShardState | None = None
         self.donate = donate
@@ -54,13 +44,15 @@ class GradientSink:
         if accumulate is not None:
             check_state(accumulate, "accumulate", self.spec)
             if accumulate.stage is Stage.FINAL and self.defers:
-                if not is_last_microbatch:
+                if not self.last:
                     raise StateError(
                         bad(
                             "accumulate",
                             "finished gradients",
                             "gradients that still accumulate",
-                            "pass is_last_microbatch=False for every microbatch but the last",
+                            "call finish_grad_sync after the last microbatch, since RuntimePolicy leaves it to you"
+                            if managed
+                            else "pass is_last_microbatch=False for every microbatch but the last",
                         )
                     )
                 self.add_after, base = accumulate, None  # finish the new ones alone, then add
@@ -68,7 +60,6 @@ class GradientSink:
         self.packed: dict[int, torch.Tensor] = {}
         self.results: dict[int, torch.Tensor] = {}
         self.issued: set[int] = set()
-        self.inflight: deque[_InFlight] = deque()
 
     def collect(self, number: int, grads: Mapping[int, torch.Tensor | None]) -> None:
         """Pack a group's gradients from one use of it, or add them to those of its other uses."""
@@ -76,9 +67,7 @@ class GradientSink:
         if number in self.packed:
             reduction.pack(group, grads, into=self.packed[number])
             return
-        surplus = len(self.inflight) + 1 - self.spec.runtime.max_inflight_reductions
-        for old in list(self.inflight)[: max(surplus, 0)]:
-            old.settle()
+        self.flights.settle_for_one_more()
         start = self._start(number)
         self.packed[number] = reduction.pack(group, grads, into=None if group.grad_scatters else start)
 
@@ -93,7 +82,7 @@ class GradientSink:
 
     def issue(self, unit: str) -> None:
         """Launch the reductions of a unit; what was not collected is zero. Same order on every rank."""
-        self._make_room()
+        self.flights.make_room()
         numbers = [n for n in self.spec.unit_groups(unit) if self.spec.groups[n].requires_grad]
         for number in numbers:
             if number not in self.packed:
@@ -107,15 +96,11 @@ class GradientSink:
             else:
                 self._defer(number, group, packed)
         if pendings:
-            flight = _InFlight(pendings, self._accumulate)
+            flight = Flight(pendings, self._accumulate)
             if all(pending.first is None for _, _, pending in pendings):
                 flight.finish()
             else:
-                self.inflight.append(flight)
-
-    def _make_room(self) -> None:
-        while len(self.inflight) >= self.spec.runtime.max_inflight_reductions:
-            self.inflight.popleft().finish()
+                self.flights.inner.append(flight)
 
     def _accumulate(self, pendings: Pendings) -> None:
         for number, group, pending in pendings:
@@ -127,31 +112,33 @@ class GradientSink:
                 self.results[number] = total
 
     def _defer(self, number: int, group: GroupSpec, total: torch.Tensor) -> None:
-        self.inflight.append(_InFlight([(number, group, reduction.launch_deferred(group, total))], self._finish))
+        def launch() -> Flight:
+            return Flight([(number, group, reduction.launch_deferred(group, total))], self._finish)
+
+        if group.grad_scatters:
+            self.flights.launch_outer(launch)
+        else:
+            self.flights.inner.append(launch())
 
     def _finish(self, pendings: Pendings) -> None:
         for number, group, pending in pendings:
             self.results[number] = reduction.finish_deferred(group, pending)
 
-    def drain(self) -> None:
-        """Wait for everything launched."""
-        while self.inflight:
-            self.inflight.popleft().finish()
-
-    def finish(self) -> ShardState:
-        """The gradients; groups that no unit delivered are what was accumulated, or zero."""
+    def launch_rest(self) -> None:
+        """What no unit delivered is what was accumulated: finish it too, if this is the last microbatch."""
         for number in reversed(range(len(self.spec.groups))):
             group = self.spec.groups[number]
-            if number in self.results or not group.requires_grad:
+            if number in self.issued or not group.requires_grad or self.base is None:
                 continue
-            if self.base is not None and number not in self.issued:
-                start = self.base.main[number]
-                if self.last and group.defers:
-                    self._make_room()
-                    self._defer(number, group, start)
-                else:
-                    self.results[number] = start if self.donate else start.clone()
-        self.drain()
+            start = self.base.main[number]
+            if self.last and group.defers:
+                self.flights.make_room()
+                self._defer(number, group, start)
+            else:
+                self.results[number] = start if self.donate else start.clone()
+
+    def result(self) -> ShardState:
+        """The gradients, everything waited for; groups without any are zero."""
         final = self.last or not self.defers
         main = []
         for number, group in enumerate(self.spec.groups):
@@ -167,3 +154,14 @@ class GradientSink:
             mark_donated("value_and_grad", self.given)
         stage = Stage.FINAL if final else Stage.ACCUMULATING
         return ShardState(main=tuple(main), compute=(None,) * len(main), spec=self.spec, stage=stage)
+
+
+def finish_all(sinks: Sequence[GradientSink]) -> list[ShardState]:
+    """The gradients of all states of a call: everything is launched before the one wait at its end."""
+    try:
+        for sink in sinks:
+            sink.launch_rest()
+    finally:
+        for sink in sinks:
+            sink.flights.drain()
+    return [sink.result() for sink in sinks]

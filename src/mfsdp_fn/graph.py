@@ -11,6 +11,7 @@ transpose, and its overlap scheduler is absent on CPUs and differs between relea
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable
 
@@ -18,12 +19,15 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from . import packing
+
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
 GATHER = _c10d.all_gather_into_tensor.default
 WAIT = _c10d.wait_tensor.default
 REDUCTIONS = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
+PACK = packing.OPERATION
 COLLECTIVES = (GATHER, *REDUCTIONS, _c10d.all_to_all_single.default, _c10d.broadcast.default)
 
 # What gives a second name to the same memory.
@@ -48,6 +52,17 @@ VIEWS = frozenset(
     )
 )
 
+# What reads single elements of its input, elementwise in its output. Inductor writes views as reshapes.
+_LOOKUPS = frozenset(
+    (
+        _aten.embedding.default,
+        _aten.index.Tensor,
+        _aten.index_select.default,
+        _aten.gather.default,
+        _aten.reshape.default,
+    )
+)
+
 # Key of the annotation that `traced.py` puts on gathers that backward makes again.
 REGATHER = "mfsdp_fn.regather"
 
@@ -61,48 +76,61 @@ def _is_regathered(node: fx.Node) -> bool:
     return bool((node.meta.get("custom") or {}).get(REGATHER))
 
 
-def _views_of(wait: fx.Node) -> list[fx.Node]:
-    """`wait` and everything that is a view of it, in order."""
-    found, queue = [wait], [wait]
+def _regathered_parts(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The forward's annotated nodes (cast, gather, wait, views), those of one gathered group together, in order."""
+    part_of: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if not _is_regathered(node) or is_backward(node):
+            continue
+        part = [node]
+        for needed in node.all_input_nodes:
+            if needed in part_of and part_of[needed] is not part:
+                part = [*part_of[needed], *part]
+                for member in part:
+                    part_of[member] = part
+        part_of.setdefault(node, part)
+    parts = {id(part): part for part in part_of.values()}.values()
+    return [part for part in parts if any(node.target is GATHER for node in part)]
+
+
+def _with_views(part: list[fx.Node], place: dict[fx.Node, int], end: int) -> list[fx.Node]:
+    """`part` and everything before `end` that is a view of it, in order."""
+    found, queue = set(part), [*part]
     while queue:
         for user in queue.pop().users:
-            if user.target in VIEWS and user not in found:
-                found.append(user)
+            if user.target in VIEWS and user not in found and place[user] < end:
+                found.add(user)
                 queue.append(user)
-    order = {node: place for place, node in enumerate(wait.graph.nodes)}
-    return sorted(found, key=order.__getitem__)
-
-
-def _users_in(nodes: Iterable[fx.Node], place: dict[fx.Node, int], start: int) -> list[fx.Node]:
-    return [user for node in nodes for user in node.users if place[user] >= start and user.op != "output"]
+    return sorted(found, key=place.__getitem__)
 
 
 def regather(graph: fx.Graph) -> int:
     """Let backward gather annotated weights again; gives the number of gathers added.
 
-    For every annotated gather of the forward, the backward's uses of its views get views of a new gather of the same
-    shard, placed before the first of them.
+    The backward's uses of a forward gather's views get views of a new gather of the same shard, placed before the
+    first of them. Several microbatches stand one after another: a forward's backward is the next one in the graph.
     """
     place = {node: number for number, node in enumerate(graph.nodes)}
-    start = next((place[node] for node in graph.nodes if is_backward(node)), None)
-    if start is None:
-        return 0
-    added = 0
-    for launch in [node for node in graph.nodes if node.target is GATHER and _is_regathered(node)]:
-        if place[launch] >= start:
+    backward = [place[node] for node in graph.nodes if is_backward(node)]
+    before = _number_of_gathers(graph)
+    for part in _regathered_parts(graph):
+        later = bisect.bisect_right(backward, place[part[-1]])
+        if later == len(backward):
             continue
-        for wait in [user for user in launch.users if user.target is WAIT]:
-            forward = [node for node in _views_of(wait) if place[node] < start]
-            users = _users_in(forward, place, start)
-            if not users:
-                continue
-            _copy_for(graph, users, [launch, *forward], before=min(users, key=place.__getitem__))
-            added += 1
+        start = backward[later]
+        forward = _with_views(part, place, start)
+        users = {user for node in forward for user in node.users if place[user] >= start and user.op != "output"}
+        if users:
+            _copy_for(graph, users, forward, before=min(users, key=place.__getitem__))
     graph.eliminate_dead_code()
-    return added
+    return _number_of_gathers(graph) - before
 
 
-def _copy_for(graph: fx.Graph, users: list[fx.Node], nodes: list[fx.Node], *, before: fx.Node) -> None:
+def _number_of_gathers(graph: fx.Graph) -> int:
+    return sum(node.target is GATHER for node in graph.nodes)
+
+
+def _copy_for(graph: fx.Graph, users: Iterable[fx.Node], nodes: list[fx.Node], *, before: fx.Node) -> None:
     """Give `users` copies of `nodes`, which stand in order."""
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -123,7 +151,7 @@ def schedule(graph: fx.Graph) -> None:
 
     A gather's launch moves in front of the wait before it (in graph order), so that it runs beside the compute that
     uses that one; only one is ahead at a time, as in eager. A reduction's wait moves down to where its result is used
-    or, at the latest, to the next reduction, so that one input buffer is alive at a time.
+    or, at the latest, to where the next one is packed, so that one input buffer is alive at a time.
     """
     waits = [
         node
@@ -145,7 +173,7 @@ def _hoist(graph: fx.Graph, launch: fx.Node, target: fx.Node) -> None:
     chain, queue = {launch}, [launch]
     while queue:
         for needed in queue.pop().all_input_nodes:
-            if place[needed] > place[target] and needed not in chain:
+            if place[needed] >= place[target] and needed not in chain:  # also the target itself
                 if needed.target in COLLECTIVES or needed.target is WAIT:
                     return  # depends on communication that has not happened there
                 chain.add(needed)
@@ -157,13 +185,57 @@ def _hoist(graph: fx.Graph, launch: fx.Node, target: fx.Node) -> None:
 def _sink_reduction_waits(graph: fx.Graph) -> None:
     reductions = [node for node in graph.nodes if node.target in REDUCTIONS]
     for launch, following in itertools.pairwise(reductions):
+        target = _packing_of(following)
         place = {node: at for at, node in enumerate(graph.nodes)}
         dependent: list[fx.Node] = []
-        for node in list(graph.nodes)[place[launch] + 1 : place[following]]:
+        for node in list(graph.nodes)[place[launch] + 1 : place[target]]:
             waits_here = node.target is WAIT and node.args[0] is launch
             if waits_here or any(needed in dependent for needed in node.all_input_nodes):
                 dependent.append(node)
-        if any(needed in dependent for needed in following.all_input_nodes):
+        if any(needed in dependent for needed in target.all_input_nodes):
             continue
         for node in dependent:
-            following.prepend(node)
+            target.prepend(node)
+
+
+def _packing_of(reduction: fx.Node) -> fx.Node:
+    """What allocates a reduction's input: the one before must be over by then, for one input to be alive at a time."""
+    node = reduction.all_input_nodes[0]
+    while len(node.all_input_nodes) == 1 and node.target not in COLLECTIVES and node.target is not WAIT:
+        if node.target is PACK:
+            return node
+        node = node.all_input_nodes[0]
+    return node if node.target is PACK else reduction
+
+
+def weights_read_late(graph: fx.Graph) -> list[fx.Node]:
+    """What forward computes elementwise from gathered weights and backward reads, once these are gathered again.
+
+    A compiler would rather compute it again from the forward's weights, an embedding for example, and so keep them.
+    """
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    waits = {node.args[0]: node for node in graph.nodes if node.target is WAIT}
+    again: dict[object, fx.Node] = {}
+    found: list[fx.Node] = []
+    for launch in reversed([node for node in graph.nodes if node.target is GATHER]):
+        later = again.get(launch.args[0])
+        again[launch.args[0]] = launch
+        if later is None or launch not in waits:
+            continue
+        derived, queue = {waits[launch]}, [waits[launch]]
+        while queue:
+            for user in queue.pop().users:
+                if user in derived or place[user] >= place[later] or not _is_read_through(user):
+                    continue
+                derived.add(user)
+                if user.target not in VIEWS and any(place[reader] > place[later] for reader in user.users):
+                    found.append(user)
+                else:
+                    queue.append(user)
+    return found
+
+
+def _is_read_through(node: fx.Node) -> bool:
+    """Whether a compiler computes the node where it is read."""
+    tags = getattr(node.target, "tags", ())
+    return node.target in VIEWS or node.target in _LOOKUPS or torch.Tag.pointwise in tags

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 import torch
 
 from .buffer import Move, moves, segment
 from .collectives import Axis, Mesh
 from .layout import GlobalLayout
+from .layout_choice import LayoutChoice
 from .placement import Placement, Placements
 from .precision import GroupDtypes
 from .ranges import Range
@@ -17,10 +19,11 @@ from .ranges import Range
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
-    """The tensors of one (unit, dtype, requires_grad), laid out in one flat buffer.
+    """The tensors of one (unit, dtype, requires_grad), or of one row size of those, laid out in one flat buffer.
 
-    `paths` and `layout` are in buffer-planning order: matrices that keep the next one aligned come first. A tied
-    tensor counts once, under the path it has first. `axes` are this rank's communicators over `mesh`.
+    `paths` and `layout` are in buffer-planning order: tensors that keep the next one aligned come first, and layers
+    that look alike begin with different matrices. A tied tensor counts once, under the path it has first. `axes` are
+    this rank's communicators over `mesh`; `choice` is what was predicted for the layout, and why it was picked.
     """
 
     name: str
@@ -36,6 +39,7 @@ class GroupSpec:
     store_compute: bool
     mesh: Mesh = dataclasses.field(compare=False, repr=False)
     axes: tuple[Axis, ...] = dataclasses.field(compare=False, repr=False)
+    choice: LayoutChoice = dataclasses.field(compare=False, repr=False)
 
     def __hash__(self) -> int:
         return hash((self.name, self.layout.size))
@@ -85,8 +89,14 @@ class GroupSpec:
     @functools.cached_property
     def main_runs(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of the maximal runs without padding in this rank's main buffer."""
+        return self.runs_of(range(len(self.paths)))
+
+    def runs_of(self, indices: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of the maximal runs of some tensors' parts in this rank's main buffer."""
         runs: list[tuple[int, int]] = []
-        for _, start, stop in self.main_pieces:
+        for index, start, stop in self.main_pieces:
+            if index not in indices:
+                continue
             if runs and runs[-1][1] == start:
                 runs[-1] = (runs[-1][0], stop)
             else:
@@ -152,7 +162,10 @@ class GroupSpec:
         return tuple(found)
 
     def local_views(self, buffer: torch.Tensor, held: Range) -> dict[int, torch.Tensor]:
-        """The rows of each tensor inside `buffer`, which holds `held`; tensors with none of theirs are left out."""
+        """The rows of each tensor inside `buffer`, which holds `held`; tensors with none of theirs are left out.
+
+        Shapes are those of `layout.local_shape`.
+        """
         found = {}
         if buffer.dim() != 1:  # a frozen group of gradients or moments holds nothing
             return found
@@ -160,7 +173,7 @@ class GroupSpec:
             start, stop = max(offset, held.start), min(offset + numel, held.stop)
             if start < stop:
                 rows = buffer.narrow(0, start - held.start, stop - start)
-                found[index] = rows.view(shape if not shape else (-1, *shape[1:]))
+                found[index] = rows.view((-1, *self.layout.row_shape(index)) if shape else shape)
         return found
 
 

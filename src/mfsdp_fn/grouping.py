@@ -10,35 +10,43 @@ from typing import Any
 import torch
 
 from . import layout_builder
+from .by_unit import UnitSettings
 from .collectives import Axis, Mesh
 from .errors import PlanError, bad
-from .explain import ALIGNMENT
 from .group import GroupSpec
+from .group_order import aligned_order, rotated_order, turns_of
+from .group_parts import group_parts
 from .layout import GlobalLayout
+from .layout_choice import LayoutChoice, choose_layout, unit_of
 from .placement import BlockAtomic, Placements, ShardLayout, TensorAtomic, sharded_axes
 from .precision import GroupDtypes, MixedPrecisionPolicy
 from .spec import LeafSpec
+from .tensor_owners import shards_of_owners
+from .tensor_parallel import local_of
 
 
 def tie_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are one memory seen the same way: tied parameters."""
-    if tensor.device.type == "meta" or not tensor.numel():
+    local = local_of(tensor)
+    if local.device.type == "meta" or not local.numel():
         return (id(tensor),)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
 
 
 def make_groups(
     tensors: Sequence[torch.Tensor],
     leaves: tuple[LeafSpec, ...],
-    mesh: Mesh,
-    placements: Placements,
+    settings: Mapping[str, UnitSettings],
     precision: MixedPrecisionPolicy,
     shard_layout: ShardLayout | None,
     owners: Mapping[str, int] | None,
-    grad_scale: float,
     store_compute: bool,
+    split_by_row_size: bool = False,
 ) -> tuple[tuple[LeafSpec, ...], tuple[GroupSpec, ...]]:
-    """Group the leaves by (unit, dtype, requires_grad); tied leaves share one tensor."""
+    """Group the leaves by (unit, dtype, requires_grad), perhaps by row size too; tied leaves share one tensor.
+
+    `settings` are by unit.
+    """
     first_of: dict[tuple[Any, ...], int] = {}
     members: dict[tuple[str, torch.dtype, bool], list[int]] = {}
     tied_to: list[int] = []
@@ -49,39 +57,59 @@ def make_groups(
             _check_tie(leaves[first], leaf)
             continue
         members.setdefault((leaf.unit, leaf.dtype, leaf.requires_grad), []).append(number)
-    axes = tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
+    turns = turns_of(members, leaves)
+    places = {unit: (places_on(one.mesh), one.placements) for unit, one in settings.items()}
+    owner_of = shards_of_owners(owners, leaves, tied_to, places)
     groups: list[GroupSpec] = []
     slot: dict[int, tuple[int, int]] = {}
     for (unit, dtype, requires_grad), numbers in members.items():
+        axes, placements = places[unit]
         dtypes = precision.resolve(dtype, requires_grad=requires_grad)
-        ordered = _aligned_order(numbers, leaves, dtypes)
-        shapes = [leaves[number].shape for number in ordered]
-        paths = tuple(leaves[number].path for number in ordered)
+        ordered = aligned_order(numbers, leaves, dtypes)
         kind = f"{str(dtype).removeprefix('torch.')}{'' if requires_grad else ' frozen'}"
-        groups.append(
-            GroupSpec(
-                name=f"{unit or '(root)'} {kind}",
-                unit=unit,
-                number=len(groups),
-                dtype=dtype,
-                requires_grad=requires_grad,
-                paths=paths,
-                layout=_layout(shapes, paths, placements, axes, shard_layout, owners),
-                placements=placements,
-                dtypes=dtypes,
-                grad_scale=grad_scale,
-                store_compute=store_compute,
-                mesh=mesh,
-                axes=axes,
+        turned = rotated_order(ordered, leaves, dtypes, *turns[unit, dtype, requires_grad])
+
+        def layout_of(
+            part: Sequence[int],
+            dtypes: GroupDtypes = dtypes,
+            placements: Placements = placements,
+            axes: Sequence[Axis] = axes,
+        ) -> tuple[GlobalLayout, LayoutChoice]:
+            width = unit_of((dtypes.compute.itemsize, dtypes.reduce.itemsize))
+            owned_by = [owner_of.get(number, 0) for number in part]
+            return _layout([leaves[number] for number in part], owned_by, placements, axes, shard_layout, width)
+
+        orders = [ordered] if turned == ordered else [turned, ordered]
+        for rows, part, layout, choice in group_parts(orders, leaves, layout_of, split=split_by_row_size):
+            groups.append(
+                GroupSpec(
+                    name=f"{unit or '(root)'} {kind}{rows}",
+                    unit=unit,
+                    number=len(groups),
+                    dtype=dtype,
+                    requires_grad=requires_grad,
+                    paths=tuple(leaves[number].path for number in part),
+                    layout=layout,
+                    placements=placements,
+                    dtypes=dtypes,
+                    grad_scale=settings[unit].grad_scale,
+                    store_compute=store_compute,
+                    mesh=settings[unit].mesh,
+                    axes=axes,
+                    choice=choice,
+                )
             )
-        )
-        slot.update((number, (len(groups) - 1, index)) for index, number in enumerate(ordered))
-    _check_owners(owners, groups, placements)
+            slot.update((number, (len(groups) - 1, index)) for index, number in enumerate(part))
     placed = tuple(
         dataclasses.replace(leaf, group=slot[first][0], index=slot[first][1])
         for leaf, first in zip(leaves, tied_to, strict=True)
     )
     return placed, tuple(groups)
+
+
+def places_on(mesh: Mesh) -> tuple[Axis, ...]:
+    """The axes of a mesh as this rank sees them, communicators left out."""
+    return tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
 
 
 def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
@@ -92,6 +120,24 @@ def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
                 f"one tensor at {first.path!r} (unit {first.unit!r}) and {second.path!r} (unit {second.unit!r})",
                 "tied tensors in one unit",
                 "choose unit patterns that put both in the same unit, or in the root",
+            )
+        )
+    if first.leading_dims != second.leading_dims:
+        raise PlanError(
+            bad(
+                "leading_dims",
+                f"{first.leading_dims} for {first.path!r} and {second.leading_dims} for {second.path!r}, one tensor",
+                "one number for tied tensors",
+                "choose patterns that match both paths, or none",
+            )
+        )
+    if first.parallel != second.parallel:
+        raise PlanError(
+            bad(
+                "params",
+                f"one memory at {first.path!r} and {second.path!r}, of which one lies otherwise over other axes",
+                "tied DTensors with one placement",
+                "tie the tensor itself, or copy it",
             )
         )
     if first.requires_grad != second.requires_grad:
@@ -105,65 +151,28 @@ def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
         )
 
 
-def _aligned_order(numbers: Sequence[int], leaves: tuple[LeafSpec, ...], dtypes: GroupDtypes) -> list[int]:
-    """Tensors that keep the next one on a 16-byte boundary first, odd-sized ones last, otherwise in order."""
-    size = min(dtypes.compute.itemsize, dtypes.main.itemsize)
-    return sorted(numbers, key=lambda number: leaves[number].shape.numel() * size % ALIGNMENT != 0)
-
-
 def _layout(
-    shapes: Sequence[torch.Size],
-    paths: Sequence[str],
+    leaves: Sequence[LeafSpec],
+    owners: Sequence[int],
     placements: Placements,
     axes: Sequence[Axis],
     shard_layout: ShardLayout | None,
-    owners: Mapping[str, int] | None,
-) -> GlobalLayout:
-    """The layout of one group over all the shards that its finest placement makes."""
+    unit: int,
+) -> tuple[GlobalLayout, LayoutChoice]:
+    """The layout of one group over all the shards that its finest placement makes, and why it is that one."""
     order = sharded_axes(placements.optimizer)
     shards = math.prod(axes[axis].size for axis in order)
-    kinds = {type(placements.optimizer[axis]) for axis in order}
-    if TensorAtomic in kinds:
-        missing = [path for path in paths if path not in (owners or {})]
-        if missing:
-            raise PlanError(
-                bad(
-                    "owners",
-                    f"no owner for {missing[0]!r} (and {len(missing) - 1} more)",
-                    f"a shard in [0, {shards}) for every path",
-                    "add it to owners",
-                )
-            )
-        assert owners is not None
-        return layout_builder.build_for_tensor_atomic(shapes, shards, tensor_owners=[owners[path] for path in paths])
+    shapes = [leaf.shape for leaf in leaves]
+    if any(isinstance(placements.optimizer[axis], TensorAtomic) for axis in order):
+        layout = layout_builder.build_for_tensor_atomic(shapes, shards, tensor_owners=owners)
+        return layout, LayoutChoice("owners", "each tensor whole at its owner")
     blocks = {p.block_size if isinstance(p, BlockAtomic) else 1 for p in placements.optimizer if p.is_sharded}
-    block_size = math.lcm(*blocks) if blocks else 1
-    padded = layout_builder.build_row_atomic_layout(
-        shapes, shards, block_size=block_size, shard_layout=shard_layout or ShardLayout.PADDED
+    depths = tuple(leaf.leading_dims for leaf in leaves)
+    return choose_layout(
+        tuple(shapes),
+        shards,
+        block_size=math.lcm(*blocks) if blocks else 1,
+        shard_layout=shard_layout,
+        unit=unit,
+        leading_dims=depths if any(depth > 1 for depth in depths) else (),
     )
-    if shard_layout is not None:
-        return padded
-    ragged = layout_builder.build_row_atomic_layout(
-        shapes, shards, block_size=block_size, shard_layout=ShardLayout.UNPADDED
-    )
-    widest = max(r.stop - r.start for r in map(ragged.rank_range, range(shards)))
-    # Ragged segments cost a copy on backends without an uneven gather: worth it where padding exceeds 1 part in 32.
-    return ragged if widest * shards * 33 < padded.size * 32 else padded
-
-
-def _check_owners(owners: Mapping[str, int] | None, groups: Sequence[GroupSpec], placements: Placements) -> None:
-    if owners is None:
-        return
-    if not any(isinstance(p, TensorAtomic) for p in placements.optimizer):
-        raise PlanError(
-            bad(
-                "owners",
-                "owners",
-                "None without a TensorAtomic placement",
-                "shard with TensorAtomic(), or use plan_owners for owner compute on row shards",
-            )
-        )
-    known = {path for group in groups for path in group.paths}
-    unknown = [path for path in owners if path not in known]
-    if unknown:
-        raise PlanError(bad("owners", repr(unknown[0]), "paths of planned tensors", "see spec.leaves for the paths"))

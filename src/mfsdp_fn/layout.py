@@ -42,6 +42,8 @@ class GlobalLayout:
         tensor_to_offset: first element of each tensor in the buffer.
         size: number of elements of the buffer, padding included.
         rank_to_offset: ``dp_size + 1`` ascending offsets; rank ``r`` holds from entry ``r`` to ``r + 1``.
+        leading_dims: for each tensor, how many leading dims count its rows; () for 1 each. With 2, a row of an
+            (E, a, b) tensor is of b elements, and a rank's part of it is a (rows, b) tensor.
 
     >>> layout = GlobalLayout((torch.Size([3, 4]), torch.Size([2])), (0, 12), 16, (0, 8, 16))
     >>> layout.rank_range(1), layout.tensor_range(1)
@@ -54,6 +56,7 @@ class GlobalLayout:
     tensor_to_offset: tuple[int, ...]
     size: int
     rank_to_offset: tuple[int, ...]
+    leading_dims: tuple[int, ...] = ()
 
     @property
     def dp_size(self) -> int:
@@ -123,6 +126,17 @@ class GlobalLayout:
         start = self.tensor_to_offset[index]
         return Range(start, start + math.prod(self.tensor_shapes[index]))
 
+    def row_shape(self, index: int) -> torch.Size:
+        """The shape of one row of a tensor; that of a 0-D tensor is its own.
+
+        Args:
+            index: index of the tensor.
+
+        >>> GlobalLayout((torch.Size([2, 3, 4]),), (0,), 24, (0, 12, 24), (2,)).row_shape(0)
+        torch.Size([4])
+        """
+        return self.tensor_shapes[index][self.leading_dims[index] if self.leading_dims else 1 :]
+
     def local_range(self, index: int, rank: int) -> Range:
         """The elements of a tensor that a rank holds, in buffer coordinates.
 
@@ -139,7 +153,7 @@ class GlobalLayout:
         return self.tensor_range(index).intersect(self.rank_range(rank))
 
     def local_shape(self, index: int, rank: int) -> torch.Size:
-        """The shape of a rank's part of a tensor: dim 0 becomes the number of rows held.
+        """The shape of a rank's part of a tensor: the number of rows held, then `row_shape`.
 
         A 0-D tensor is ``Size([])`` on the rank that holds it and ``Size([0])`` elsewhere. A tensor without
         elements is held by nobody: dim 0 becomes 0 on every rank, for a ``(3, 0)`` tensor too, so that the
@@ -163,7 +177,8 @@ class GlobalLayout:
         shape = self.tensor_shapes[index]
         if not shape:
             return shape if held else torch.Size((0,))
-        return torch.Size((held // row_numel(shape) if held else 0, *shape[1:]))
+        row = self.row_shape(index)
+        return torch.Size((held // row.numel() if held else 0, *row))
 
     def ranks_of(self, index: int) -> range:
         """The ranks that hold elements of a tensor, in O(log dp_size).
@@ -308,7 +323,7 @@ def validate_row_atomic(layout: GlobalLayout, block_size: int = 1) -> None:
         k = bisect_right(starts, boundary) - 1
         if k < 0 or boundary >= stops[k]:
             continue
-        if (boundary - starts[k]) % (block_size * row_numel(shapes[indices[k]])):
+        if (boundary - starts[k]) % (block_size * layout.row_shape(indices[k]).numel()):
             tensor = f"tensor {indices[k]} at [{starts[k]}, {stops[k]})"
             raise problem(
                 f"a rank boundary at {boundary}, inside a {what} of {tensor}",

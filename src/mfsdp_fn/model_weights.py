@@ -39,7 +39,8 @@ def sync_model_weights(state: ShardState, *, donate: bool = False) -> ShardState
             compute[-1] = old  # no optimizer changes frozen weights
             continue
         if group.sync_gathers:
-            ahead.append((number, launch_gather(main.to(group.dtypes.compute), group.sync_gathers)))
+            cast, label = main.to(group.dtypes.compute), (group.name, "sync")
+            ahead.append((number, launch_gather(cast, group.sync_gathers, label=label)))
             if len(ahead) > 1:  # one gather ahead: what is launched is also allocated
                 done, pending = ahead.pop(0)
                 compute[done] = _land(pending, state.compute[done], donate=donate)

@@ -19,6 +19,7 @@ from .owner_exchange import (
     PendingGather,
     PendingScatter,
     Route,
+    by_ranks,
     communicators_of,
     launch_gather,
     launch_scatter,
@@ -53,7 +54,8 @@ class Schedule:
 def schedule_of(layouts: tuple[GroupOwnerLayout, ...], buckets: int) -> Schedule:
     """A schedule with the tensors that straddle ranks in `buckets` exchanges, each owner's spread evenly over them.
 
-    From the layouts alone, so that every rank makes the same exchanges. Computed once for a set of layouts.
+    From the layouts alone, so that every rank makes the same exchanges. Computed once for a set of layouts. Layouts
+    over other ranks (meshes by unit) have buckets of their own.
     """
     return _schedule_of(layouts, buckets, communicators_of(layouts))
 
@@ -62,27 +64,36 @@ def schedule_of(layouts: tuple[GroupOwnerLayout, ...], buckets: int) -> Schedule
 def _schedule_of(
     layouts: tuple[GroupOwnerLayout, ...], buckets: int, communicators: tuple[str | None, ...]
 ) -> Schedule:
+    local = [
+        (number, index)
+        for number, layout in enumerate(layouts)
+        for index, owner in sorted(layout.tensor_to_owner.items())
+        if index not in layout.boundary and layout.pieces[index] and owner == layout.this_rank
+    ]
+    made = [bucket for numbers in by_ranks(layouts) for bucket in _buckets(layouts, numbers, buckets)]
+    for layout in (*layouts, *(part for bucket in made for part in bucket.layouts)):
+        _ = layout.spots, layout.owned, layout.pieces  # so that a graph that is being traced only reads them
+    return Schedule(layouts, tuple(local), tuple(made))
+
+
+def _buckets(layouts: tuple[GroupOwnerLayout, ...], numbers: tuple[int, ...], buckets: int) -> list[_Bucket]:
+    """The exchanges of some layouts over the same ranks."""
     by_owner: dict[int, list[Place]] = {}
-    local = []
-    for number, layout in enumerate(layouts):
-        for index, owner in sorted(layout.tensor_to_owner.items()):
-            if index in layout.boundary:
+    for number in numbers:
+        for index, owner in sorted(layouts[number].tensor_to_owner.items()):
+            if index in layouts[number].boundary:
                 by_owner.setdefault(owner, []).append((number, index))
-            elif layout.pieces[index] and owner == layout.this_rank:
-                local.append((number, index))
     chosen: list[dict[int, list[int]]] = [{} for _ in range(buckets)]
     for places in by_owner.values():
         for position, (number, index) in enumerate(places):
             chosen[position * buckets // len(places)].setdefault(number, []).append(index)
     made = []
     for members in chosen:
-        numbers = tuple(sorted(members))
-        if numbers:
-            parts = tuple(layouts[number].only(members[number]) for number in numbers)
-            made.append(_Bucket(numbers, parts, route_of(parts)))
-    for layout in (*layouts, *(part for bucket in made for part in bucket.layouts)):
-        _ = layout.spots, layout.owned, layout.pieces  # so that a graph that is being traced only reads them
-    return Schedule(layouts, tuple(local), tuple(made))
+        if members:
+            held = tuple(sorted(members))
+            parts = tuple(layouts[number].only(members[number]) for number in held)
+            made.append(_Bucket(held, parts, route_of(parts)))
+    return made
 
 
 def map_owned(

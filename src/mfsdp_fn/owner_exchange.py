@@ -16,6 +16,7 @@ import torch
 
 from . import collectives
 from .errors import StateError, bad
+from .labels import labelled
 from .owner_layout import GroupOwnerLayout
 from .owner_packing import empty_full, flat_fulls, flat_shards
 
@@ -42,6 +43,14 @@ class Route:
 def communicators_of(layouts: Sequence[GroupOwnerLayout]) -> tuple[str | None, ...]:
     """By name, what layouts exchange over: equal layouts of a process group's next life have others."""
     return tuple(layout.peers.group for layout in layouts)
+
+
+def by_ranks(layouts: Sequence[GroupOwnerLayout]) -> list[tuple[int, ...]]:
+    """Positions of the layouts over the same ranks: those share an exchange. In one order on every rank."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for number, layout in enumerate(layouts):
+        found.setdefault(layout.ranks, []).append(number)
+    return [tuple(numbers) for numbers in found.values()]
 
 
 def route_of(layouts: tuple[GroupOwnerLayout, ...]) -> Route:
@@ -83,7 +92,8 @@ def _launch(
     send: Sequence[tuple[int, int]],
     receive: Sequence[tuple[int, int]],
     route: Route,
-    device: torch.device,
+    layouts: Sequence[GroupOwnerLayout],
+    phase: str,
 ) -> collectives.PendingCollective | None:
     """Launch the exchange of flat parts, ordered by peer; `send` and `receive` are (peer, bytes)."""
     if not route.moves:
@@ -93,12 +103,22 @@ def _launch(
         for peer, nbytes in pairs:
             row[peer] += nbytes
     if not parts:
-        wire = torch.empty(0, dtype=torch.uint8, device=device)
+        wire = torch.empty(0, dtype=torch.uint8, device=collectives.device_of(layouts[0].mesh))
     elif len({part.dtype for part in parts}) == 1 and len(set(wires)) == 1:
         wire = torch.cat(tuple(parts)).to(wires[0]).view(torch.uint8)
     else:
         wire = torch.cat([part.to(dtype).view(torch.uint8) for part, dtype in zip(parts, wires, strict=True)])
-    return collectives.all_to_all(wire, sizes[1], sizes[0], route.peers)
+    with labelled("launch owner exchange", _subject(layouts), phase):
+        return collectives.all_to_all(wire, sizes[1], sizes[0], route.peers)
+
+
+def _finish(pending: collectives.PendingCollective, layouts: Sequence[GroupOwnerLayout], phase: str) -> torch.Tensor:
+    with labelled("wait for owner exchange", _subject(layouts), phase):
+        return pending.wait()
+
+
+def _subject(layouts: Sequence[GroupOwnerLayout]) -> str:
+    return "of 1 group" if len(layouts) == 1 else f"of {len(layouts)} groups"
 
 
 def _cut(wire: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
@@ -133,7 +153,10 @@ class PendingGather:
         received: dict[tuple[Place, int], torch.Tensor] = {}
         if self.pending is not None:
             theirs = self.route.theirs
-            parts = _cut(self.pending.wait(), [(size, self.wires[place[0]]) for _, place, _, size in theirs])
+            parts = _cut(
+                _finish(self.pending, self.layouts, "gather"),
+                [(size, self.wires[place[0]]) for _, place, _, size in theirs],
+            )
             received = {(place, start): part for (_, place, start, _), part in zip(theirs, parts, strict=True)}
         fulls = {}
         for number, layout in enumerate(self.layouts):
@@ -164,8 +187,8 @@ def launch_gather(
     going = [wires[number] for _, (number, _), _ in route.mine]
     send = [(peer, size * wires[place[0]].itemsize) for peer, place, size in route.mine]
     receive = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
-    device = collectives.device_of(layouts[0].mesh)
-    return PendingGather(layouts, shards, flat, wires, route, _launch(parts, going, send, receive, route, device))
+    pending = _launch(parts, going, send, receive, route, layouts, "gather")
+    return PendingGather(layouts, shards, flat, wires, route, pending)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,13 +207,39 @@ class PendingScatter:
         found: dict[Place, torch.Tensor] = {}
         if self.pending is not None:
             mine = self.route.mine
-            parts = _cut(self.pending.wait(), [(size, self.wires[place[0]]) for _, place, size in mine])
+            parts = _cut(
+                _finish(self.pending, self.layouts, "scatter"),
+                [(size, self.wires[place[0]]) for _, place, size in mine],
+            )
             found = {place: part for (_, place, _), part in zip(mine, parts, strict=True)}
         for number, layout in enumerate(self.layouts):
             for index, full in self.fulls[number].items():
                 piece = layout.mine[index]
                 found[number, index] = full.narrow(0, piece.start, piece.size)
         return found
+
+
+def scatter_dtypes(
+    layouts: Sequence[GroupOwnerLayout],
+    fulls: Sequence[Tensors],
+    flat: Sequence[Mapping[int, torch.Tensor]],
+    wire_dtype: torch.dtype | None,
+    dtypes: Sequence[torch.dtype | None],
+) -> list[torch.dtype]:
+    """The dtype of each group's scattered shards.
+
+    Raises:
+        StateError: nothing tells it, or a receiver could not know it.
+    """
+    known = [
+        told or layout.dtype or _dtype_of(layout, given, mine)
+        for layout, given, mine, told in zip(layouts, fulls, flat, dtypes, strict=True)
+    ]
+    if wire_dtype is None:
+        for layout, told, dtype in zip(layouts, dtypes, known, strict=True):
+            if told is None and layout.dtype is None:
+                _check_told(layout, dtype)
+    return known
 
 
 def launch_scatter(
@@ -202,23 +251,14 @@ def launch_scatter(
 ) -> PendingScatter:
     """Launch the scatter of several groups; see `scatter_from_owner`. `dtypes` are those of `out`, where given."""
     flat = tuple(_values(flat_fulls(layout, mine, "fulls")) for layout, mine in zip(layouts, fulls, strict=True))
-    known = [
-        told or layout.dtype or _dtype_of(layout, given, mine)
-        for layout, given, mine, told in zip(layouts, fulls, flat, dtypes, strict=True)
-    ]
+    known = scatter_dtypes(layouts, fulls, flat, wire_dtype, dtypes)
     wires = tuple(wire_dtype or dtype for dtype in known)
-    if wire_dtype is None:
-        for layout, told, dtype in zip(layouts, dtypes, known, strict=True):
-            if told is None and layout.dtype is None:
-                _check_told(layout, dtype)
     parts = [flat[number][index].narrow(0, start, size) for _, (number, index), start, size in route.theirs]
     going = [wires[number] for _, (number, _), _, _ in route.theirs]
     send = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
     receive = [(peer, size * wires[place[0]].itemsize) for peer, place, size in route.mine]
-    device = collectives.device_of(layouts[0].mesh)
-    return PendingScatter(
-        layouts, flat, tuple(known), wires, route, _launch(parts, going, send, receive, route, device)
-    )
+    pending = _launch(parts, going, send, receive, route, layouts, "scatter")
+    return PendingScatter(layouts, flat, tuple(known), wires, route, pending)
 
 
 def _dtype_of(layout: GroupOwnerLayout, given: Tensors, mine: Tensors) -> torch.dtype:

@@ -128,7 +128,7 @@ class GroupOwnerLayout:
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
         # Seen from this rank, over this kind of mesh: plans for a layout are cached by it.
-        where = (self.ranks, self.this_rank, type(self.mesh))
+        where = (self.ranks, self.this_rank, collectives.world_of(self.mesh))
         return (*where, self.layout, tuple(self.tensor_to_owner.items()), self.dtype)
 
     @functools.cached_property
@@ -256,12 +256,13 @@ def split_layout(layout: GlobalLayout, sizes: Mapping[int, tuple[int, ...]]) -> 
     >>> fine.tensor_shapes, fine.tensor_to_offset, origin
     ((torch.Size([4, 4]), torch.Size([2, 4])), (0, 16), (0, 0))
     """
-    shapes, offsets, origin = [], [], []
+    shapes, offsets, origin, leading = [], [], [], []
     for index, (shape, start) in enumerate(zip(layout.tensor_shapes, layout.tensor_to_offset, strict=True)):
         for rows in sizes.get(index, (shape[0],) if shape else (1,)):
             shapes.append(torch.Size((rows, *shape[1:])) if shape else shape)
             offsets.append(start)
+            leading += layout.leading_dims[index : index + 1]
             start += rows * math.prod(shape[1:])
             origin.append(index)
-    fine = GlobalLayout(tuple(shapes), tuple(offsets), layout.size, layout.rank_to_offset)
+    fine = GlobalLayout(tuple(shapes), tuple(offsets), layout.size, layout.rank_to_offset, tuple(leading))
     return fine, tuple(origin)

@@ -115,8 +115,9 @@ def plan_owners(
 
     Groups are assigned in order, each starting with the loads of those before it, by the rule of
     `assign_owner_work`; then tasks are shifted between holders to even out the total (`owner_balance.refine`).
-    Plain integers, the same on every rank of a shard set: nothing is sent. With two sharded axes (hfsdp) a
-    communicator over both is made, collectively, the first time.
+    Plain integers, the same on every rank of a shard set: nothing is sent. Groups over different ranks (meshes by
+    unit) are evened out by themselves, the widest first; the others start with its loads. With two sharded axes
+    (hfsdp) a communicator over both is made, collectively, the first time.
 
     Args:
         spec: the plan.
@@ -128,7 +129,8 @@ def plan_owners(
         One owner layout for each trainable group, in order of ``spec.groups``.
 
     Raises:
-        PlanError: not a plan, a cost that isn't a positive number, or an `eligible_fn` that doesn't say True or False.
+        PlanError: not a plan, a cost that isn't a positive number, or an `eligible_fn` that doesn't say True or False;
+            a DTensor that is sharded over other axes.
 
     >>> import torch, mfsdp_fn as mf
     >>> params = {f"l.{i}.w": torch.zeros(4, 4, requires_grad=True) for i in range(4)}
@@ -140,6 +142,18 @@ def plan_owners(
         raise PlanError(bad("spec", shown(spec), "a ShardSpec", "make one with plan(params, …), or pass state.spec"))
     groups = [group for group in spec.groups if group.requires_grad]
     jobs = [(group, group.layout, eligible(group, eligible_fn)) for group in groups]
+    taking_part = {(group.number, index) for group, _, indices in jobs for index in indices}
+    for leaf in spec.leaves:
+        cut = leaf.parallel is not None and not leaf.parallel.is_whole(range(len(leaf.shape)))
+        if cut and (leaf.group, leaf.index) in taking_part:
+            raise PlanError(
+                bad(
+                    "eligible_fn",
+                    f"{leaf.path!r}, a DTensor of which this rank has only a part over other axes",
+                    "tensors that can be brought together over data-parallel ranks",
+                    "leave it out",
+                )
+            )
     return dict(zip(groups, balance(jobs, cost_fn), strict=True))
 
 
@@ -152,20 +166,32 @@ def balance(
         jobs: group, layout (the group's, or a finer one of the same buffer) and participating tensors.
         cost_fn: as in `plan_owners`.
     """
-    loads: dict[int, float] = {}
-    works: list[OwnerWork] = []
-    owners: list[int] = []
-    counts = []
-    for group, layout, indices in jobs:
-        ranks = collectives.ranks_of(group.mesh, sharded_axes(group.placements.optimizer))
-        mine = works_of(layout, ranks, indices, cost_fn)
-        first = greedy(mine, loads)
-        works += mine
-        owners += [first[work.tensor_index] for work in mine]
-        counts.append(len(mine))
-    final = iter(zip(works, refine(works, owners, loads), strict=True))
-    found = []
-    for (group, layout, _), count in zip(jobs, counts, strict=True):
-        by_tensor = {work.tensor_index: owner for work, owner in itertools.islice(final, count)}
-        found.append(made(group, layout, dict(sorted(by_tensor.items()))))
-    return found
+    sets = [collectives.ranks_of(group.mesh, sharded_axes(group.placements.optimizer)) for group, _, _ in jobs]
+    found: dict[int, GroupOwnerLayout] = {}
+    done: dict[tuple[int, ...], dict[int, float]] = {}
+    for ranks in sorted(dict.fromkeys(sets), key=lambda ranks: -len(ranks)):
+        # Loads that every one of these ranks knows: others would plan otherwise with what only some know.
+        loads: dict[int, float] = {}
+        for wider, theirs in done.items():
+            if set(ranks) <= set(wider):
+                loads = {rank: loads.get(rank, 0) + theirs.get(rank, 0) for rank in ranks}
+        works: list[OwnerWork] = []
+        owners: list[int] = []
+        counts: dict[int, int] = {}
+        for number in (number for number, mine in enumerate(sets) if mine == ranks):
+            group, layout, indices = jobs[number]
+            mine = works_of(layout, ranks, indices, cost_fn)
+            first = greedy(mine, loads)
+            works += mine
+            owners += [first[work.tensor_index] for work in mine]
+            counts[number] = len(mine)
+        refined = refine(works, owners, loads)
+        final = iter(zip(works, refined, strict=True))
+        for number, count in counts.items():
+            group, layout, _ = jobs[number]
+            by_tensor = {work.tensor_index: owner for work, owner in itertools.islice(final, count)}
+            found[number] = made(group, layout, dict(sorted(by_tensor.items())))
+        done[ranks] = {}
+        for work, owner in zip(works, refined, strict=True):
+            done[ranks][owner] = done[ranks].get(owner, 0) + work.cost
+    return [found[number] for number in range(len(jobs))]

@@ -3,59 +3,81 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from . import collectives, tree
+from . import collectives, tensor_parallel, tree
 from . import units as units_module
 from .agreement import agree, description
+from .by_unit import default_mesh, settings_of
 from .collectives import Mesh
 from .errors import PlanError, bad
-from .grouping import make_groups
-from .mesh import AbstractMesh, check_abstract_mesh
-from .placement import Placements, ShardLayout, check_placements, with_block_size
+from .grouping import make_groups, places_on
+from .placement import Placements, ShardLayout
 from .precision import MixedPrecisionPolicy, check_precision
+from .row_rules import check_row_rules, with_leading_dims
 from .runtime import RuntimePolicy, check_runtime
-from .spec import LeafSpec, ShardSpec
+from .spec import LeafSpec, ShardSpec, ready
+from .staging import check_symmetric_memory, with_symmetric_memory
 
 
 def plan(
     params: Any,
-    mesh: Mesh,
-    placements: Placements,
+    mesh: Mesh | Mapping[str, Mesh],
+    placements: Placements | Mapping[str, Placements],
     *,
     units: Sequence[str] = (),
     precision: MixedPrecisionPolicy | None = None,
     shard_layout: str | ShardLayout = ShardLayout.PADDED,
     block_size: int = 1,
     owners: Mapping[str, int] | None = None,
-    grad_scale: float = 1.0,
+    grad_scale: float | Mapping[str, float] = 1.0,
     runtime: RuntimePolicy | None = None,
     namespace: str = "",
+    leading_dims: int | Mapping[str, int] = 1,
+    split_by_row_size: bool = False,
 ) -> ShardSpec:
     """Plan how a pytree of tensors is sharded.
 
     Collective over the mesh: digests are compared (one object all-gather an axis), communicators are made and
     warmed. Nothing is allocated for the parameters; meta tensors will do.
 
+    `mesh`, `placements` and `grad_scale` may be given by unit: a dict from unit patterns to values. A pattern applies
+    to the units that it matches and to those inside them, the longest wins, and ``""`` is the default. So expert
+    parallelism is one plan: every rank's `params` hold its own experts only, and
+    ``mesh={"": dp, "blocks.*.experts": ep_mesh["edp"]}`` shards those over the ranks that hold the same ones. Then
+
+    - the default mesh is the widest: the other meshes' ranks are among its ranks, and it falls into their cells, which
+      hold different tensors (each rank's own) of the same shapes;
+    - a gradient is the mean over its own unit's ranks times `grad_scale`. Tokens that come from `ep` ranks add up in an
+      expert's gradient: ``grad_scale={"blocks.*.experts": 1 / ep}`` makes it the mean over the whole batch.
+
+    Parameters that are DTensors already, over other axes (after `parallelize_module`, say), keep those: this rank's
+    parts of them are sharded over `mesh`, which must not have those axes, and `unshard` gives DTensors again. Plain
+    tensors beside them count as replicated over those axes.
+
     Args:
         params: pytree of tensors. A plain tensor is trainable only if it requires grad.
-        mesh: a `DeviceMesh`, or an `AbstractMesh` for planning without processes.
-        placements: a preset (`ddp`, `zero1`, `zero2`, `zero3`, `hsdp`, `hfsdp`) or `Placements`.
+        mesh: a `DeviceMesh`, or an `AbstractMesh` for planning without processes; or such meshes by unit.
+        placements: a preset (`ddp`, `zero1`, `zero2`, `zero3`, `hsdp`, `hfsdp`) or `Placements`; or these by unit.
         units: patterns of subtrees that are gathered together; what none matches goes to the root unit ``""``.
         precision: dtypes of the buffers.
-        shard_layout: "padded", "unpadded", "auto", or the enum.
+        shard_layout: "padded", "unpadded", "auto", or the enum. Auto pads a group unless that makes its largest
+            segment more than 1/32 longer; `spec.explain()` has both predictions. Padded segments are those of
+            `build_for_row_atomic`, or shorter where another placement of the tensors allows it.
         block_size: rows that are never cut apart.
-        owners: for `TensorAtomic`, the owning shard of every tensor, by path.
+        owners: for `TensorAtomic`, the owner of every tensor, by path: a rank of the mesh (or, where only some axes
+            are sharded, of the sub-mesh of those), row-major. A tied tensor's owner may stand at any of its paths.
         grad_scale: factor on every gradient, beside the mean over ranks.
         runtime: what is kept gathered and how far ahead things are launched.
         namespace: the optree namespace of the tree's registered containers.
+        leading_dims: how many leading dims count the rows of a tensor that has more: a number, or numbers by pattern
+            (as in `spec.select`). With 2 an (E, a, b) tensor is cut as E * a rows of b elements, inside experts.
+        split_by_row_size: make several groups of one, by row size, where that saves padding and there is more than
+            1/32 of it. Each is gathered and reduced by collectives of its own.
 
     Returns:
         The spec: equal on every rank.
@@ -72,12 +94,14 @@ def plan(
     >>> spec = mf.plan(params, mf.AbstractMesh((2,), ("dp",)), mf.zero3(), units=("l.*",))
     >>> spec.units, [group.layout.size for group in spec.groups]
     (('', 'l.0'), [8, 4])
+    >>> meshes = {"": mf.AbstractMesh((4,), ("dp",)), "l.*": mf.AbstractMesh((2,), ("edp",))}
+    >>> spec = mf.plan(params, meshes, mf.zero3(), units=("l.*",), grad_scale={"l.*": 1 / 2})
+    >>> [(group.ranks, group.scale) for group in spec.groups]
+    [(4, 0.25), (2, 0.25)]
     """
-    precision, runtime = precision or MixedPrecisionPolicy(), runtime or RuntimePolicy()
-    if isinstance(mesh, AbstractMesh):
-        check_abstract_mesh(mesh)
-    elif not isinstance(mesh, DeviceMesh):
-        raise PlanError(bad("mesh", repr(mesh), "a DeviceMesh or an AbstractMesh", "make one with init_device_mesh(…)"))
+    precision = MixedPrecisionPolicy() if precision is None else precision
+    runtime = RuntimePolicy() if runtime is None else runtime
+    over_all = default_mesh(mesh)
     failure: Exception | None = None
     spec: ShardSpec | None = None
     try:
@@ -93,23 +117,32 @@ def plan(
             grad_scale,
             runtime,
             namespace,
+            leading_dims,
+            split_by_row_size,
         )
     except Exception as error:  # whatever it is: other ranks must not wait for this one
         failure = error  # told to the other ranks first: they are about to compare digests
-    agree(mesh, spec, failure)
+    agree(over_all, spec, failure)
     assert spec is not None
-    axes = collectives.axes_of(mesh, separate_reductions=runtime.overlap_allgather_reduction)
-    groups = tuple(dataclasses.replace(group, axes=axes) for group in spec.groups)
-    return _ready(dataclasses.replace(spec, groups=groups))
+    spec = _with_communicators(spec, separate_reductions=runtime.overlap_allgather_reduction)
+    return ready(with_symmetric_memory(spec) if runtime.use_symmetric_memory else spec)
 
 
-def _ready(spec: ShardSpec) -> ShardSpec:
-    """Fill every cached property now: steps only read, and compilers, which can't trace the caching, find values."""
-    for facts in (*spec.groups, spec):
-        for name, member in vars(type(facts)).items():
-            if isinstance(member, functools.cached_property):
-                getattr(facts, name)
-    return spec
+def _with_communicators(spec: ShardSpec, *, separate_reductions: bool) -> ShardSpec:
+    """The spec with every mesh's communicators, made in one order on every rank."""
+    found = {id(mesh): collectives.axes_of(mesh, separate_reductions=separate_reductions) for mesh in spec.meshes}
+    groups = tuple(
+        dataclasses.replace(group, axes=collectives.of_group(found[id(group.mesh)], group.name))
+        for group in spec.groups
+    )
+    parallel = _first_parallel(spec.leaves)
+    beside = () if parallel is None else collectives.axes_of(parallel.mesh, separate_reductions=False)
+    axes = collectives.of_group(found[id(spec.mesh)], "")
+    return dataclasses.replace(spec, groups=groups, axes=axes, parallel_axes=beside)
+
+
+def _first_parallel(leaves: Sequence[LeafSpec]) -> tensor_parallel.TensorParallel | None:
+    return next((leaf.parallel for leaf in leaves if leaf.parallel is not None), None)
 
 
 def _shard_layout(value: str | ShardLayout) -> ShardLayout | None:
@@ -126,44 +159,47 @@ def _shard_layout(value: str | ShardLayout) -> ShardLayout | None:
 
 def _plan_alone(
     params: Any,
-    mesh: Mesh,
-    placements: Placements,
+    mesh: Any,
+    placements: Any,
     patterns: Sequence[str],
     precision: MixedPrecisionPolicy,
     shard_layout: ShardLayout | None,
     block_size: int,
     owners: Mapping[str, int] | None,
-    grad_scale: float,
+    grad_scale: Any,
     runtime: RuntimePolicy,
     namespace: str,
+    leading_dims: int | Mapping[str, int],
+    split_by_row_size: bool,
 ) -> ShardSpec:
     """The spec as this rank sees it, communicators left out."""
     if not isinstance(namespace, str):
         raise PlanError(bad("namespace", repr(namespace), "the name of an optree namespace", "leave it out for none"))
-    if not isinstance(placements, Placements):
-        raise PlanError(bad("placements", repr(placements), "Placements", "call a preset, such as zero3()"))
-    check_placements(placements, mesh.ndim)
     check_precision(precision)
     check_runtime(runtime)
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise PlanError(bad("block_size", block_size, "a positive integer", "leave it out for single rows"))
-    if not isinstance(grad_scale, (int, float)) or not math.isfinite(grad_scale):
-        raise PlanError(bad("grad_scale", grad_scale, "a finite number", "leave it out for the mean over ranks"))
-    placements = with_block_size(placements, block_size)
     tensors, paths, template = tree.flatten(params, namespace)
     tree.check_paths(paths)
-    leaves = _leaves(tensors, paths, patterns)
+    leaves = with_leading_dims(_leaves(tensors, paths, patterns), leading_dims)
+    present = dict.fromkeys(leaf.unit for leaf in leaves)
+    order = (*(unit for unit in present if not unit), *(unit for unit in present if unit))
+    default, settings = settings_of(order, mesh, placements, grad_scale, block_size)
+    _check_parallel(leaves, default.mesh)
+    for one in dict.fromkeys(settings[unit].placements for unit in order):
+        check_row_rules(one, shard_layout, leading_dims, split_by_row_size)
     leaves, groups = make_groups(
         tensors,
         leaves,
-        mesh,
-        placements,
+        settings,
         precision,
         shard_layout,
         owners,
-        float(grad_scale),
         runtime.store_compute_weights,
+        split_by_row_size,
     )
+    if runtime.use_symmetric_memory:
+        check_symmetric_memory(groups)
     if not any(leaf.requires_grad for leaf in leaves):
         raise PlanError(
             bad(
@@ -173,8 +209,6 @@ def _plan_alone(
                 "give nn.Parameters, or call requires_grad_() on what should be trained",
             )
         )
-    present = dict.fromkeys(leaf.unit for leaf in leaves)
-    order = (*(unit for unit in present if not unit), *(unit for unit in present if unit))
     units_module.check_patterns("runtime.keep_gathered", runtime.keep_gathered)
     for pattern in runtime.keep_gathered:
         if not any(units_module.matches(pattern, units_module.split(unit)) for unit in order):
@@ -189,19 +223,21 @@ def _plan_alone(
     if tree.is_mixed(template):
         for unit in order:
             _check_unit_is_one_subtree(unit, leaves, template)
-    lines = description(leaves, groups, mesh, runtime)
+    lines = description(leaves, groups, default.mesh, runtime)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return ShardSpec(
         leaves=leaves,
         groups=groups,
         units=order,
         template=template,
-        mesh=mesh,
-        placements=placements,
+        mesh=default.mesh,
+        axes=places_on(default.mesh),
+        placements=default.placements,
         runtime=runtime,
         namespace=namespace,
         text_digest=digest,
-        anchor=torch.zeros((), device=collectives.device_of(mesh), requires_grad=True),
+        parallel_axes=places_on(parallel.mesh) if (parallel := _first_parallel(leaves)) else (),
+        anchor=torch.zeros((), device=collectives.device_of(default.mesh), requires_grad=True),
     )
 
 
@@ -224,8 +260,30 @@ def _leaves(
             )
         if tensor.is_sparse or tensor.layout != torch.strided:
             raise PlanError(bad("params", f"a {tensor.layout} tensor at {where!r}", "strided tensors", "densify it"))
-        leaves.append(LeafSpec(where, tensor.shape, tensor.dtype, tensor.requires_grad, unit))
+        parallel = tensor_parallel.planned(tensor, where)
+        shape = tensor_parallel.local_of(tensor).shape
+        leaves.append(LeafSpec(where, shape, tensor.dtype, tensor.requires_grad, unit, parallel=parallel))
     return tuple(leaves)
+
+
+def _check_parallel(leaves: Sequence[LeafSpec], mesh: Mesh) -> None:
+    """DTensors lie over one mesh, and over other axes than data-parallel ones."""
+    first: LeafSpec | None = None
+    for leaf in leaves:
+        if leaf.parallel is None:
+            continue
+        tensor_parallel.check_beside(leaf.parallel, mesh, leaf.path)
+        first = first or leaf
+        assert first.parallel is not None
+        if not tensor_parallel.same_mesh(leaf.parallel.mesh, first.parallel.mesh):
+            raise PlanError(
+                bad(
+                    "params",
+                    f"DTensors over two meshes, at {first.path!r} and {leaf.path!r}",
+                    "one mesh for all of them",
+                    "put both on a mesh with the axes of both, replicated where they aren't sharded",
+                )
+            )
 
 
 def _check_unit_is_one_subtree(unit: str, leaves: Sequence[LeafSpec], template: tree.Template) -> None:

@@ -15,6 +15,7 @@ import torch
 from . import collectives
 from .buffer import Move
 from .group import GroupSpec
+from .labels import labelled
 
 
 def scales_first(group: GroupSpec) -> bool:
@@ -72,39 +73,50 @@ class PendingReduction:
     first: collectives.PendingCollective | None
     scatters: tuple[Move, ...] = ()
     all_reduces: tuple[collectives.Axis, ...] = ()
+    label: tuple[str, str] = ("", "")
 
     def settle(self) -> PendingReduction:
         """The same with its first step waited for, so that the buffer that went in is free. Launches nothing."""
         if self.first is None:
             return self
-        return PendingReduction(self.first.wait(), None, self.scatters, self.all_reduces)
+        with labelled("wait for reduction", *self.label):
+            return PendingReduction(self.first.wait(), None, self.scatters, self.all_reduces, self.label)
 
     def wait(self) -> torch.Tensor:
         """This rank's part of the sum."""
-        flat = self.local if self.first is None else self.first.wait()
-        for move in self.scatters:
-            if not sum(move.sizes):  # an empty part has no parts to be summed
-                continue
-            flat = collectives.reduce_scatter(flat, move.sizes, move.axis).wait()
-        for axis in self.all_reduces:
-            flat = collectives.all_reduce(flat, axis).wait()
-        return flat
+        if self.first is None and not self.scatters and not self.all_reduces:
+            return self.local
+        with labelled("wait for reduction", *self.label):
+            flat = self.local if self.first is None else self.first.wait()
+            for move in self.scatters:
+                if not sum(move.sizes):  # an empty part has no parts to be summed
+                    continue
+                flat = collectives.reduce_scatter(flat, move.sizes, move.axis).wait()
+            for axis in self.all_reduces:
+                flat = collectives.all_reduce(flat, axis).wait()
+            return flat
 
 
 def _launch(
-    flat: torch.Tensor, scatters: tuple[Move, ...], all_reduces: tuple[collectives.Axis, ...]
+    flat: torch.Tensor,
+    scatters: tuple[Move, ...],
+    all_reduces: tuple[collectives.Axis, ...],
+    label: tuple[str, str],
 ) -> PendingReduction:
     if scatters and sum(scatters[0].sizes):
-        first = collectives.reduce_scatter(flat, scatters[0].sizes, scatters[0].axis)
-        return PendingReduction(flat, first, scatters[1:], all_reduces)
+        with labelled("launch reduce-scatter", *label):
+            first = collectives.reduce_scatter(flat, scatters[0].sizes, scatters[0].axis)
+        return PendingReduction(flat, first, scatters[1:], all_reduces, label)
     if all_reduces and flat.numel():
-        return PendingReduction(flat, collectives.all_reduce(flat, all_reduces[0]), (), all_reduces[1:])
+        with labelled("launch all-reduce", *label):
+            first = collectives.all_reduce(flat, all_reduces[0])
+        return PendingReduction(flat, first, (), all_reduces[1:], label)
     return PendingReduction(flat, None)
 
 
 def launch(group: GroupSpec, packed: torch.Tensor) -> PendingReduction:
     """Launch the reduce-scatters that each microbatch needs (none for ddp and zero1)."""
-    return _launch(packed, group.grad_scatters, ())
+    return _launch(packed, group.grad_scatters, (), (group.name, "backward"))
 
 
 def accumulate(
@@ -131,7 +143,7 @@ def accumulate(
 def launch_deferred(group: GroupSpec, accumulated: torch.Tensor) -> PendingReduction:
     """Launch what waits for the last microbatch: the outer axes, or all of them for ddp and zero1."""
     wire = accumulated.to(group.dtypes.reduce)
-    return _launch(wire, group.deferred_scatters, group.deferred_all_reduces)
+    return _launch(wire, group.deferred_scatters, group.deferred_all_reduces, (group.name, "last microbatch"))
 
 
 def finish_deferred(group: GroupSpec, pending: PendingReduction) -> torch.Tensor:

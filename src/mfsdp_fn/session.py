@@ -11,6 +11,7 @@ Private torch API here, each with a test that fails when it goes: `UntypedStorag
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import Any
@@ -23,8 +24,9 @@ from .errors import MfsdpError, StateError, bad
 from .gradients import GradientSink
 from .runtime import ExecutionOrder
 from .state import ShardState, UnitState
-from .tape import Tape, TapePhase
-from .tape_record import Record, Slot
+from .tape import Tape
+from .tape_record import Record, Slot, TapePhase
+from .tensor_parallel import TensorParallel, local_of, parallel_of, whole_of
 from .unsharding import unit_values, whole_views
 
 
@@ -73,10 +75,19 @@ class _Use(torch.autograd.Function):
 class Saved:
     """A view saved for backward: which buffer, its geometry in it, and how many uses of units there had been."""
 
-    __slots__ = ("dtype", "number", "offset", "position", "record", "shape", "slot", "stride")
+    __slots__ = ("dtype", "number", "offset", "parallel", "position", "record", "shape", "slot", "stride")
 
-    def __init__(self, record: Record, slot: Slot, position: int, number: int, view: torch.Tensor) -> None:
+    def __init__(
+        self,
+        record: Record,
+        slot: Slot,
+        position: int,
+        number: int,
+        view: torch.Tensor,
+        parallel: TensorParallel | None,
+    ) -> None:
         self.record, self.slot, self.position, self.number = record, slot, position, number
+        self.parallel = parallel  # of the DTensor whose local part the view is
         self.dtype, self.shape, self.stride = view.dtype, view.shape, view.stride()
         self.offset = view.storage_offset()
 
@@ -151,13 +162,14 @@ class Session:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What is saved instead of `tensor`: of a gathered weight a `Saved`, of anything else itself."""
-        found = self.storages.get(tensor.untyped_storage()._cdata)
+        local = local_of(tensor)  # DTensors have no memory of their own
+        found = self.storages.get(local.untyped_storage()._cdata)
         if found is None or self.tape.phase is not TapePhase.FORWARD:
             return tensor
         _, record, position, saved = found
         saved[0] = True
         assert record.slot is not None
-        return Saved(record, record.slot, position, self.tape.now, tensor.detach())
+        return Saved(record, record.slot, position, self.tape.now, local.detach(), parallel_of(tensor))
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again, its weights gathered again.
@@ -179,7 +191,8 @@ class Session:
         flat = self.tape.weights(saved.record, saved.slot, saved.number, saved.position)
         if flat.dtype != saved.dtype:
             flat = flat.view(saved.dtype)
-        return flat.as_strided(saved.shape, saved.stride, saved.offset)
+        view = flat.as_strided(saved.shape, saved.stride, saved.offset)
+        return view if saved.parallel is None else whole_of(saved.parallel, view)
 
     # Backward
 
@@ -204,34 +217,66 @@ class Session:
     def backward(
         self, outputs: list[torch.Tensor], cotangents: list[torch.Tensor | None], inputs: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor | None], ExecutionOrder]:
-        """Run autograd and the rest of the walk; gradients of `inputs`."""
+        """Run autograd and the rest of the walk; gradients of `inputs`. The last reductions may be in flight."""
+        try:
+            found = self._run(outputs, cotangents, [self.anchor, *inputs], reduce=True)
+            order = self.tape.finish()
+        except BaseException:
+            self.abandon()
+            raise
+        self._close()
+        return found[1:], order
+
+    def backward_to_inputs(
+        self, outputs: list[torch.Tensor], cotangents: list[torch.Tensor | None], inputs: list[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Run autograd for the gradients of `inputs` alone: gathers, reduces nothing, and leaves `backward` to come."""
+        try:
+            found = self._run(outputs, cotangents, inputs, reduce=False)
+            self.tape.pause()
+        except BaseException:
+            self.abandon()
+            raise
+        return found
+
+    def _run(
+        self,
+        outputs: list[torch.Tensor],
+        cotangents: list[torch.Tensor | None],
+        inputs: list[torch.Tensor],
+        *,
+        reduce: bool,
+    ) -> list[torch.Tensor | None]:
         for record, saved in self.uses:
             record.bare |= not saved[0]
         self.storages.clear()
+        self.tape.begin_backward(reduce=reduce)
         pairs = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
+        if not pairs or not inputs:
+            return [None] * len(inputs)
         try:
-            self.tape.begin_backward()
-            found: tuple[torch.Tensor | None, ...] = (None,) * (1 + len(inputs))
-            if pairs:
-                found = torch.autograd.grad(
-                    [out for out, _ in pairs],
-                    [self.anchor, *inputs],
-                    [ct for _, ct in pairs],
-                    allow_unused=True,
-                )
-            return list(found[1:]), self.tape.finish()
+            found = torch.autograd.grad(
+                [out for out, _ in pairs],
+                inputs,
+                [ct for _, ct in pairs],
+                allow_unused=True,
+                retain_graph=not reduce,
+            )
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise _reentrant_error() from error
             raise
-        finally:
-            self.abandon()
+        return list(found)
 
     def abandon(self) -> None:
         """Wait for everything launched; nothing more can be done with this call."""
         self.tape.close()
         for sink in self.sinks:
-            sink.drain()
+            sink.flights.drain()
+        self._close()
+
+    def _close(self) -> None:
+        self.tape.close()
         self.sinks = []
         self.storages.clear()
         self.uses.clear()
@@ -256,6 +301,23 @@ def _refuse_reentrant_checkpoint() -> None:
         if code.co_name == "forward" and code.co_filename.endswith("checkpoint.py") and "torch" in code.co_filename:
             raise _reentrant_error()
         frame = frame.f_back
+
+
+@functools.cache
+def opaque_session() -> type[Session]:
+    """The session for programs that compile something: a compiled loss breaks its graph at each `unshard`.
+
+    Not the only one, since `torch.compiler.disable` imports the compiler, which takes seconds.
+    """
+    disable: Any = functools.partial(
+        torch.compiler.disable, reason="unshard inside value_and_grad is eager; compile the whole of it with mf.compile"
+    )
+
+    class OpaqueSession(Session):
+        launch = disable(Session.launch)
+        gather = disable(Session.gather)
+
+    return OpaqueSession
 
 
 def refuse_reentrant_graph(outputs: list[torch.Tensor], session: Session) -> None:

@@ -13,8 +13,9 @@ from .grouping import tie_key
 from .mesh import AbstractMesh
 from .model_weights import sync_model_weights
 from .placement import Replicate
-from .spec import ShardSpec
+from .spec import LeafSpec, ShardSpec
 from .state import ShardState
+from .tensor_parallel import check_as_planned, local_of
 
 InitFn = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -29,7 +30,8 @@ def shard(params: Any, spec: ShardSpec, *, init_fn: InitFn | None = None) -> Sha
     Args:
         params: the tree that was planned: same structure, shapes, dtypes, `requires_grad` and ties.
         spec: its plan.
-        init_fn: ``init_fn(path, meta_tensor)`` returns the whole value of a meta tensor, one at a time.
+        init_fn: ``init_fn(path, meta_tensor)`` returns the whole value of a meta tensor, one at a time; of a DTensor
+            a DTensor that lies the same way.
 
     Raises:
         StateError: a leaf that differs from the plan (its path named), a meta tensor without `init_fn`.
@@ -58,13 +60,16 @@ def shard(params: Any, spec: ShardSpec, *, init_fn: InitFn | None = None) -> Sha
     for number, leaf in _first_leaves(spec):
         view = local[leaf.group].get(leaf.index)
         given = leaves[number]
-        value = _initial(leaf.path, given, init_fn) if given.is_meta else given.detach()
+        value = local_of(_initial(leaf, given, init_fn) if given.is_meta else given.detach())
         if view is None:
             continue
-        offset = spec.groups[leaf.group].views[leaf.index][0]
-        row = leaf.shape[1:].numel() if leaf.shape else 1
-        first = max(spec.groups[leaf.group].main_range.start - offset, 0) // row
-        view.copy_(value[first : first + len(view)] if leaf.shape else value)
+        if not leaf.shape:
+            view.copy_(value)
+            continue
+        group = spec.groups[leaf.group]
+        row = group.layout.row_shape(leaf.index)
+        first = max(group.main_range.start - group.views[leaf.index][0], 0) // row.numel()
+        view.copy_(value.reshape(-1, *row)[first : first + len(view)])
     if not isinstance(spec.mesh, AbstractMesh):
         _equalise_replicas(spec, main)
     state = ShardState(main=tuple(main), compute=(None,) * len(main), spec=spec)
@@ -97,7 +102,8 @@ def _check_leaves(leaves: dict[int, Any], spec: ShardSpec) -> None:
             raise StateError(
                 bad("params", f"{tensor!r} at {leaf.path!r}", "a tensor", "give the tree that was planned")
             )
-        got = (tuple(tensor.shape), tensor.dtype)
+        check_as_planned(tensor, leaf.parallel, "params", leaf.path)
+        got = (tuple(local_of(tensor).shape), tensor.dtype)
         if got != (tuple(leaf.shape), leaf.dtype):
             raise StateError(
                 bad(
@@ -128,7 +134,8 @@ def _check_leaves(leaves: dict[int, Any], spec: ShardSpec) -> None:
             )
 
 
-def _initial(path: str, meta: torch.Tensor, init_fn: InitFn | None) -> torch.Tensor:
+def _initial(leaf: LeafSpec, meta: torch.Tensor, init_fn: InitFn | None) -> torch.Tensor:
+    path = leaf.path
     if init_fn is None:
         raise StateError(
             bad(
@@ -149,6 +156,7 @@ def _initial(path: str, meta: torch.Tensor, init_fn: InitFn | None) -> torch.Ten
                 "return the whole parameter",
             )
         )
+    check_as_planned(value, leaf.parallel, "init_fn", path)
     return value.detach()
 
 

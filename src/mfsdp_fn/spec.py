@@ -10,16 +10,29 @@ import torch
 
 from . import tree, units
 from .checks import shown
-from .collectives import Mesh, device_of
+from .collectives import Axis, Mesh, device_of
 from .errors import PlanError, bad
 from .group import GroupSpec
-from .placement import Placements
+from .placement import Placements, sharded_axes
 from .runtime import RuntimePolicy
+from .tensor_parallel import TensorParallel
+
+
+class History:
+    """Whether a call has run with a spec: CUDA graphs must not capture a first one. No result depends on it."""
+
+    __slots__ = ("ran",)
+
+    def __init__(self) -> None:
+        self.ran = False
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of the planned tree: what it is, and which tensor of which group holds it."""
+    """One leaf of the planned tree: what it is, and which tensor of which group holds it.
+
+    `shape` is what this rank has of it before sharding: for a DTensor over other axes (`parallel`), its local shape.
+    """
 
     path: str
     shape: torch.Size
@@ -28,6 +41,8 @@ class LeafSpec:
     unit: str
     group: int = -1
     index: int = -1
+    leading_dims: int = 1  # how many of them count its rows
+    parallel: TensorParallel | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -35,7 +50,8 @@ class ShardSpec:
     """The frozen plan of a sharded tree; make it with `plan`.
 
     Hashable, compared by `digest`. It is the static part of every state pytree, so trees with different plans
-    can't be mixed by accident.
+    can't be mixed by accident. `mesh` and `placements` are the defaults, and `axes` this rank's communicators over
+    `mesh`; a group has its own.
     """
 
     leaves: tuple[LeafSpec, ...]
@@ -43,12 +59,15 @@ class ShardSpec:
     units: tuple[str, ...]
     template: tree.Template
     mesh: Mesh
+    axes: tuple[Axis, ...]
     placements: Placements
     runtime: RuntimePolicy
     namespace: str
     text_digest: str
+    parallel_axes: tuple[Axis, ...]  # of the mesh that DTensor parameters lie over, where there are any
     # 0-D, requires grad: what lets buffers that don't enter autograd. A compiler takes such a tensor only as an input.
     anchor: torch.Tensor
+    history: History = dataclasses.field(default_factory=History, compare=False, repr=False)
 
     def digest(self) -> str:
         """A hexadecimal digest of everything that ranks must agree on."""
@@ -155,6 +174,49 @@ class ShardSpec:
         )
 
     @functools.cached_property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The default mesh, and others that groups lie on, in order."""
+        return tuple({id(mesh): mesh for mesh in (self.mesh, *(group.mesh for group in self.groups))}.values())
+
+    @functools.cached_property
+    def norm_parts(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By group, the runs of this rank's main buffer that it adds to a norm over `norm_axes`.
+
+        With one mesh and one optimizer placement: its parts of trainable groups; only axes that shard are summed
+        over. Else all ranks are, and of replicas only the first counts, so that every element counts once. The same
+        over the axes of DTensors, where plain tensors are replicas.
+        """
+        replicas = {(leaf.group, leaf.index): self._is_other_replica(leaf) for leaf in self.leaves}
+        counted = []
+        for group in self.groups:
+            first = self._is_uniform or all(
+                not axis.rank or placement.is_sharded
+                for axis, placement in zip(group.axes, group.placements.optimizer, strict=True)
+            )
+            runs = group.runs_of({i for i in range(len(group.paths)) if not replicas[group.number, i]})
+            counted.append(runs if first and group.requires_grad else ())
+        return tuple(counted)
+
+    def _is_other_replica(self, leaf: LeafSpec) -> bool:
+        """Whether this rank's part of a leaf is one that a rank before it has too, over the axes of DTensors."""
+        if leaf.parallel is None:
+            return any(axis.rank for axis in self.parallel_axes)
+        pairs = zip(self.parallel_axes, leaf.parallel.placements, strict=True)
+        return any(axis.rank and not placement.is_shard() for axis, placement in pairs)
+
+    @functools.cached_property
+    def norm_axes(self) -> tuple[Axis, ...]:
+        """The axes that a norm is summed over, in order."""
+        if self._is_uniform:
+            return tuple(self.axes[i] for i in sharded_axes(self.placements.optimizer)) + self.parallel_axes
+        return self.axes[::-1] + self.parallel_axes
+
+    @functools.cached_property
+    def _is_uniform(self) -> bool:
+        optimizer = self.placements.optimizer
+        return all(group.mesh is self.mesh and group.placements.optimizer == optimizer for group in self.groups)
+
+    @functools.cached_property
     def numel(self) -> int:
         """Number of elements of all tensors, tied ones once, padding left out."""
         return sum(numel for group in self.groups for _, _, numel in group.views)
@@ -178,11 +240,10 @@ class ShardSpec:
         for pattern in patterns:
             if not isinstance(pattern, str) or not pattern:
                 raise PlanError(bad("patterns", shown(pattern), "dotted patterns", "write ('norm*', 'bias')"))
-            depth = len(units.split(pattern))
             hits = {
                 leaf.path
                 for leaf in self.leaves
-                if any(units.matches(pattern, part) for part in _windows(units.split(leaf.path), depth))
+                if any(units.matches(pattern, part) for part in path_windows(leaf.path, pattern))
             }
             if not hits:
                 raise PlanError(
@@ -197,16 +258,27 @@ class ShardSpec:
         return frozenset(found)
 
     def explain(self) -> str:
-        """The plan as a table: a line a group, with dtypes, sizes, padding and alignment.
+        """The plan as two tables, a line a group: what it holds, and what was predicted for its layout and why.
 
         "main > compute" are the dtypes of the optimizer's weights and of gathered ones; "MiB kept" is what this rank
-        holds between steps, in both; "misaligned" are matrices that start off 16 bytes when gathered.
+        holds between steps, in both; "misaligned" are matrices that start off 16 bytes when gathered, "boundaries off"
+        rank boundaries that do.
         """
         from .explain import explain  # a table, not a fact about the spec; kept out of this file
 
         return explain(self)
 
 
-def _windows(path: units.Path, depth: int) -> tuple[units.Path, ...]:
-    """The runs of `depth` consecutive components of a path."""
-    return tuple(path[start : start + depth] for start in range(len(path) - depth + 1))
+def ready(spec: ShardSpec) -> ShardSpec:
+    """Fill every cached property now: steps only read, and compilers, which can't trace the caching, find values."""
+    for facts in (*spec.groups, spec):
+        for name, member in vars(type(facts)).items():
+            if isinstance(member, functools.cached_property):
+                getattr(facts, name)
+    return spec
+
+
+def path_windows(path: str, pattern: str) -> tuple[units.Path, ...]:
+    """The runs of consecutive components of a path that are as long as the pattern."""
+    parts, depth = units.split(path), len(units.split(pattern))
+    return tuple(parts[start : start + depth] for start in range(len(parts) - depth + 1))

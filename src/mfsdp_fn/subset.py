@@ -12,7 +12,7 @@ from . import tree
 from .collectives import copy_many
 from .group import GroupSpec
 from .layout import GlobalLayout
-from .spec import ShardSpec
+from .spec import ShardSpec, ready
 from .state import ShardState, with_main
 
 
@@ -97,7 +97,7 @@ def subset(spec: ShardSpec, paths: frozenset[str]) -> Subset:
     )
     present = {leaf.unit for leaf in leaves}
     optimizer = spec.placements.optimizer
-    made = dataclasses.replace(
+    part = dataclasses.replace(
         spec,
         leaves=leaves,
         groups=groups,
@@ -108,7 +108,7 @@ def subset(spec: ShardSpec, paths: frozenset[str]) -> Subset:
     )
     runs = tuple(_runs(spec.groups[n], group, kept[n]) for n, group in zip(numbers, groups, strict=True))
     entire = tuple(len(kept[n]) == len(spec.groups[n].paths) for n in numbers)
-    return Subset(spec, made, numbers, runs, entire)
+    return Subset(spec, ready(part), numbers, runs, entire)
 
 
 def _group(group: GroupSpec, kept: Sequence[int], number: int) -> GroupSpec:
@@ -135,6 +135,7 @@ def _packed(layout: GlobalLayout, kept: Collection[int]) -> GlobalLayout:
         tensor_to_offset=tuple(before(layout.tensor_to_offset[index]) for index in kept),
         size=before(layout.size),
         rank_to_offset=tuple(before(offset) for offset in layout.rank_to_offset),
+        leading_dims=tuple(layout.leading_dims[index] for index in kept) if layout.leading_dims else (),
     )
 
 

@@ -18,28 +18,19 @@ used later are left before it gets them, with zeros where no gradient came.
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
 from .errors import OrderError, StateError, bad
-from .runtime import ExecutionOrder, PrefetchOrder
+from .runtime import ExecutionOrder, Phase, PrefetchOrder
 from .state import ShardState, UnitState, check_alive
-from .tape_record import Record, Slot
+from .tape_record import Record, Slot, TapePhase
 
 
 def _refuse(key: tuple[int, str]) -> None:
     raise AssertionError(f"unit {key} reduced after its call was closed")
-
-
-class TapePhase(enum.Enum):
-    """Where a call is."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    CLOSED = "closed"
 
 
 class Tape:
@@ -52,6 +43,7 @@ class Tape:
         recorded: ExecutionOrder | None,
     ) -> None:
         self.phase = TapePhase.FORWARD
+        self.reduces = True
         self.records: dict[tuple[int, str], Record] = {}
         for root, state in enumerate(states):
             for unit in state.spec.units:
@@ -94,7 +86,7 @@ class Tape:
     def launch(self, record: Record) -> None:
         """Gather ahead of use, at the caller's word."""
         if self.phase is TapePhase.FORWARD and record.gathered and record.ahead is None and record.held is None:
-            record.ahead = record.launch()
+            record.ahead = record.launch(Phase.FORWARD)
 
     def take(self, record: Record) -> list[torch.Tensor]:
         """The gathered buffers of a unit that is used now; launches what comes next."""
@@ -105,7 +97,7 @@ class Tape:
         if record.held is not None:
             flats = record.held
         else:
-            pendings = record.ahead or record.launch()
+            pendings = record.ahead or record.launch(Phase.FORWARD)
             record.ahead = None
             flats = [pending.wait() for pending in pendings]
             if record.kept:
@@ -171,8 +163,8 @@ class Tape:
 
     # Backward
 
-    def begin_backward(self) -> None:
-        """Forward is over: fix the walk."""
+    def begin_backward(self, *, reduce: bool) -> None:
+        """Forward is over: fix the walk. One that doesn't reduce ends with `pause`, and another one follows."""
         if self.recorded is not None and len(self.sequence) < len(self.recorded.units):
             raise OrderError(
                 bad(
@@ -185,10 +177,12 @@ class Tape:
         self.drain()
         self._forget_forward()
         self.phase = TapePhase.BACKWARD
+        self.reduces = reduce
         used = [record for record in self.records.values() if record.opened > 0]
         self.entering = sorted(used, key=lambda record: (not record.key[1], record.last))
         self.leaving = sorted(used, key=lambda record: record.opened)
         for record in used:
+            record.launched = record.left = False
             if not record.bare:
                 record.slot = None  # its saved views hold it from here on
 
@@ -228,7 +222,7 @@ class Tape:
         if record.launched or not record.gathered or record.kept:
             return
         record.launched = True
-        pendings, slot = record.launch(), record.slot_ref()
+        pendings, slot = record.launch(Phase.BACKWARD), record.slot_ref()
         if slot is None:
             record.unclaimed = pendings
         else:
@@ -237,6 +231,9 @@ class Tape:
 
     def _leave(self, record: Record) -> None:
         record.left = True
+        if not self.reduces:
+            record.rest()
+            return
         self._release(record)
         if record.trainable:
             self.reduce_unit(record.key)
@@ -265,7 +262,7 @@ class Tape:
     def weights(self, record: Record, slot: Slot, number: int, position: int) -> torch.Tensor:
         """A gathered buffer that a view saved after call `number` belongs to."""
         if self.phase is TapePhase.FORWARD:  # the function differentiates something itself
-            return record.launch()[position].wait()
+            return record.launch(Phase.FORWARD)[position].wait()
         self.advance(number)
         self._enter_up_to(record)
         flats = slot.get()
@@ -290,8 +287,12 @@ class Tape:
             return record.held
         slot = record.slot_ref()
         if slot is None or not record.gathered:
-            return [pending.wait() for pending in record.launch()]
+            return [pending.wait() for pending in record.launch(Phase.BACKWARD)]
         return slot.get()
+
+    def pause(self) -> None:
+        """Walk to the end without having reduced anything: what other ranks gathered is gathered here too."""
+        self.advance(0)
 
     def finish(self) -> ExecutionOrder:
         """Walk to the end and close; gives the sequence of units of the forward."""

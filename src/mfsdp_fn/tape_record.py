@@ -1,7 +1,8 @@
-"""What the tape knows of one unit in one call."""
+"""What the tape knows of a call, and of one unit in it."""
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,16 @@ import torch
 from .buffer import PendingGather, launch_gather
 from .group import GroupSpec
 from .model_weights import weights_of
+from .runtime import Phase
 from .state import UnitState
+
+
+class TapePhase(enum.Enum):
+    """Where a call is."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    CLOSED = "closed"
 
 
 class Slot:
@@ -63,10 +73,20 @@ class Record:
         self.left = False
         self.unclaimed: list[PendingGather] | None = None
 
-    def launch(self) -> list[PendingGather]:
+    def launch(self, phase: Phase) -> list[PendingGather]:
         """Launch the gathers of every group."""
         unit = self.unit
         return [
-            launch_gather(weights_of(group, main, compute), group.gathers)
+            launch_gather(weights_of(group, main, compute), group.gathers, label=(group.name, phase.value))
             for group, main, compute in zip(self.groups, unit.main, unit.compute, strict=True)
         ]
+
+    def rest(self) -> None:
+        """Let go of what backward gathered until another backward gathers it again; kept weights stay."""
+        slot = self.slot_ref()
+        if slot is not None:
+            if slot.pendings is not None:
+                slot.get()
+            slot.flats = None
+        if not self.bare:
+            self.slot = None

@@ -13,9 +13,11 @@ import torch
 import torch.fx.traceback
 
 from . import collectives, reduction
+from .errors import StateError, bad
 from .graph import REGATHER
 from .group import GroupSpec
 from .model_weights import weights_of
+from .packing import pack
 from .spec import ShardSpec
 from .state import ShardState, Stage, UnitState
 from .unsharding import unit_values
@@ -47,16 +49,16 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, slot: torch.Tensor, local: torch.Tensor, group: GroupSpec, again: bool
+        ctx: Any, slot: torch.Tensor, main: torch.Tensor, compute: torch.Tensor | None, group: GroupSpec, again: bool
     ) -> tuple[torch.Tensor, ...]:
         ctx.group = group
-        with torch.fx.traceback.annotate({REGATHER: again}):
-            return _views(group, _gather(group, local))
+        with torch.fx.traceback.annotate({REGATHER: again}):  # a cast too: nothing of it lives on into backward
+            return _views(group, _gather(group, weights_of(group, main, compute)))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         with torch.fx.traceback.annotate(_BACKWARD):
-            return _reduce(ctx.group, grads), None, None, None
+            return _reduce(ctx.group, grads), None, None, None, None
 
 
 def _gather(group: GroupSpec, local: torch.Tensor) -> torch.Tensor:
@@ -73,27 +75,27 @@ def _views(group: GroupSpec, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _reduce(group: GroupSpec, grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """One microbatch's contribution, in the gradient placement."""
     dtype = group.dtypes.reduce if group.grad_scatters else group.dtypes.grad
-    order = sorted(range(len(grads)), key=lambda index: group.views[index][0])
-    parts: list[torch.Tensor] = []
-    end = 0
-    for index in order:  # one concatenation: the compiler fuses the casts into it
-        offset, _, numel = group.views[index]
-        if not numel:
-            continue
-        if offset > end:
-            parts.append(grads[index].new_zeros(offset - end, dtype=dtype))
-        grad = grads[index].reshape(-1)
-        parts.append((grad.float() * group.scale if reduction.scales_first(group) else grad).to(dtype))
-        end = offset + numel
-    if group.layout.size > end:
-        parts.append(grads[0].new_zeros(group.layout.size - end, dtype=dtype))
-    return reduction.accumulate(group, reduction.launch(group, torch.cat(parts)), None)
+    if reduction.scales_first(group):
+        grads = [grad.float() * group.scale for grad in grads]
+    offsets = [offset for offset, _, _ in group.views]
+    gaps = [number for gap in group.gaps for number in gap]
+    packed = pack(list(grads), offsets, gaps, group.layout.size, dtype)
+    return reduction.accumulate(group, reduction.launch(group, packed), None)
 
 
 class Session:
     """One traced call: gradient slots, and each unit's parameters."""
 
     def __init__(self, states: Sequence[ShardState]) -> None:
+        if states[0].spec.runtime.use_symmetric_memory:
+            raise StateError(
+                bad(
+                    "runtime.use_symmetric_memory",
+                    "True in a compiled step",
+                    "False: a graph's buffers are the compiler's",
+                    "plan without it, or run the step uncompiled",
+                )
+            )
         self.states = states
         self.anchor = states[0].spec.anchor
         self.slots: dict[tuple[int, int], torch.Tensor] = {}
@@ -115,15 +117,15 @@ class Session:
         numbers = spec.unit_groups(unit.unit)
         for number, main, compute in zip(numbers, unit.main, unit.compute, strict=True):
             group = spec.groups[number]
-            local = weights_of(group, main, compute)
+            again = len(group.gathers) > 0 and unit.unit not in spec.kept_units  # Dynamo 2.11 has no bool(tuple)
             if not group.requires_grad:
-                by_group[number] = _views(group, _gather(group, local))
+                with torch.fx.traceback.annotate({REGATHER: again}):
+                    by_group[number] = _views(group, _gather(group, weights_of(group, main, compute)))
                 continue
             held = group.grad_range
             slot = _Enter.apply(self.anchor, held.stop - held.start, group.dtypes.grad)
             self.slots[unit.root, number] = slot
-            again = len(group.gathers) > 0 and unit.unit not in spec.kept_units  # Dynamo 2.11 has no bool(tuple)
-            by_group[number] = _Unshard.apply(slot, local, group, again)
+            by_group[number] = _Unshard.apply(slot, main, compute, group, again)
         return unit_values(spec, unit.unit, by_group)
 
 
@@ -154,6 +156,7 @@ def _finish(
     last: bool,
 ) -> ShardState:
     defers = any(group.defers for group in spec.groups)
+    last = last and not spec.runtime.caller_managed_grad_sync
     final = last or not defers
     main = []
     for number, group in enumerate(spec.groups):

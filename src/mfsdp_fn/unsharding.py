@@ -15,6 +15,7 @@ from .group import GroupSpec
 from .model_weights import weights_of
 from .spec import ShardSpec
 from .state import NOTHING, ShardState, Stage, UnitState, check_alive, check_state
+from .tensor_parallel import whole_of
 
 
 def whole_views(group: GroupSpec, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -24,7 +25,16 @@ def whole_views(group: GroupSpec, flat: torch.Tensor) -> list[torch.Tensor]:
 
 def unit_values(spec: ShardSpec, unit: str, views: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, torch.Tensor]:
     """Leaf number to tensor for one unit, from each group's views; tied leaves get one object."""
-    return {number: views[group][index] for number, group, index in spec.unit_leaves[unit]}
+    found: dict[int, torch.Tensor] = {}
+    made: dict[tuple[int, int], torch.Tensor] = {}
+    for number, group, index in spec.unit_leaves[unit]:
+        value, parallel = views[group][index], spec.leaves[number].parallel
+        if parallel is not None and value is not None:
+            if (group, index) not in made:
+                made[group, index] = whole_of(parallel, value)
+            value = made[group, index]
+        found[number] = value
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +73,8 @@ def _launch_group(unit: UnitState, position: int) -> PendingGather | None:
         return None
     if compute is None and group.has_compute:
         # Gradients and moments, and what tree_map made of weights: whole main buffers.
-        return launch_gather(main, group.sync_gathers + group.gathers)
-    return launch_gather(weights_of(group, main, compute), group.gathers)
+        return launch_gather(main, group.sync_gathers + group.gathers, label=(group.name, "unshard"))
+    return launch_gather(weights_of(group, main, compute), group.gathers, label=(group.name, "unshard"))
 
 
 def wait(pending: Pending) -> Any:
@@ -107,7 +117,7 @@ def unshard(state: ShardState | UnitState) -> Any:
     zero2: none), in the compute dtype; bytes received a rank: (N-1)/N of the group. Every parameter is a view of
     its group's gathered buffer; nothing is copied. Tied leaves are one tensor. The root unit is the tree without
     the other units' subtrees, which are left out of dicts and None elsewhere. A state without compute weights
-    (gradients, moments) gives its main buffers' values.
+    (gradients, moments) gives its main buffers' values. What was planned as a DTensor over other axes is one again.
 
     Inside `value_and_grad` differentiable: its transpose is `reduce`.
 

@@ -110,7 +110,9 @@ def check_finished(grads: ShardState, argument: str) -> None:
                 argument,
                 "gradients that still accumulate",
                 "finished gradients",
-                "pass is_last_microbatch=True with the last microbatch, or call finish_grad_sync(grads)",
+                "call finish_grad_sync(grads) after the last microbatch"
+                if grads.spec.runtime.caller_managed_grad_sync
+                else "pass is_last_microbatch=True with the last microbatch, or call finish_grad_sync(grads)",
             )
         )
 

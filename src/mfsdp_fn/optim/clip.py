@@ -10,7 +10,6 @@ import torch
 from .. import collectives, tree
 from ..checks import check_flag, shown
 from ..errors import MfsdpError, StateError, bad
-from ..placement import sharded_axes
 from ..state import ShardState, check_state, tree_map
 from ..state import donate as mark_donated
 from .base import check_finished
@@ -23,7 +22,8 @@ def global_norm(grads: Any, norm_type: float = 2.0) -> torch.Tensor:
 
     Over each axis that gradients are sharded over: one all-gather of one number a rank. Every rank combines them in
     the same order, so all have the same value, bit for bit, and a NaN or infinity on one rank reaches all. Nothing
-    waits for the device.
+    waits for the device. With meshes or placements by unit the all-gathers are over every axis of the default mesh:
+    units on a smaller mesh are different tensors in each of its cells, and all of them count; of replicas the first.
 
     Args:
         grads: finished gradients, or a pytree of several ShardStates: then the norm over all.
@@ -107,16 +107,15 @@ def _norm_of_all(states: list[ShardState], norm_type: float) -> torch.Tensor:
 def _norm(grads: ShardState, norm_type: float) -> torch.Tensor:
     """The norm of one state, over all ranks."""
     spec = grads.spec
-    pairs = [(group, buffer) for group, buffer in zip(spec.groups, grads.main, strict=True) if group.requires_grad]
-    dtype = functools.reduce(torch.promote_types, (buffer.dtype for _, buffer in pairs), torch.float32)
+    dtypes = (buffer.dtype for group, buffer in zip(spec.groups, grads.main, strict=True) if group.requires_grad)
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     parts = [
         torch.linalg.vector_norm(buffer[start:stop], norm_type, dtype=dtype)
-        for group, buffer in pairs
-        for start, stop in group.main_runs
+        for runs, buffer in zip(spec.norm_parts, grads.main, strict=True)
+        for start, stop in runs
     ]
     norm = _combine(parts, norm_type) if parts else torch.zeros((), dtype=dtype, device=spec.device)
-    for number in sharded_axes(spec.placements.optimizer):  # over other axes, gradients are replicas
-        axis = spec.groups[0].axes[number]
+    for axis in spec.norm_axes:
         if axis.size > 1:
             gathered = collectives.all_gather(norm.reshape(1), (1,) * axis.size, axis).wait()
             norm = _combine(list(gathered), norm_type)

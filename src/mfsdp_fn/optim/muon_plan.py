@@ -89,6 +89,17 @@ def muon_plan(
     excluded = _slots(spec, spec.select(exclude))
     trainable = [leaf for leaf in spec.leaves if leaf.requires_grad]
     matrices = [leaf for leaf in trainable if len(leaf.shape) in (2, 3) and (leaf.group, leaf.index) not in excluded]
+    for leaf in matrices:
+        # A stack of matrices may be cut between them.
+        if leaf.parallel is not None and not leaf.parallel.is_whole((0, 1) if len(leaf.shape) == 2 else (1, 2)):
+            raise StateError(
+                bad(
+                    "exclude",
+                    f"{exclude}, which leaves {leaf.path!r}, a DTensor whose matrices are cut over other axes",
+                    "whole matrices for Muon",
+                    "exclude it, and give a fallback for it",
+                )
+            )
     chosen = frozenset(leaf.path for leaf in matrices)
     rest = [leaf for leaf in trainable if leaf.path not in chosen]
     if rest and not has_fallback:

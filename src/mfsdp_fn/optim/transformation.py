@@ -75,9 +75,9 @@ def _rows(spec: ShardSpec, buffers: tuple[torch.Tensor, ...] | list[torch.Tensor
         if not group.requires_grad:
             continue
         mine = group.local_views(buffer, group.main_range)
-        for index, (path, (_, shape, _)) in enumerate(zip(group.paths, group.views, strict=True)):
+        for index, path in enumerate(group.paths):
             # The same paths on every rank, so that its state has one structure.
-            found[path] = mine[index] if index in mine else buffer.new_empty((0, *shape[1:]))
+            found[path] = mine[index] if index in mine else buffer.new_empty((0, *group.layout.row_shape(index)))
     return found
 
 
@@ -99,12 +99,13 @@ def _check_updates(updates: Any, params: dict[str, torch.Tensor]) -> None:
 def from_gradient_transformation(tx: GradientTransformation) -> Optimizer:
     """An optimizer from any object with optax's ``init(params)`` and ``update(updates, state, params)``.
 
-    The transformation sees ``{path: this rank's rows}``: one tensor of shape ``(rows, *shape[1:])`` in the main
-    weights' dtype for every trainable tensor, padding left out; zero rows where this rank holds none (a 0-D tensor
-    is then of shape (0,)). The keys are the same on every rank, so masks and labels by path work. The updates it
-    returns are added to the weights. Elementwise transformations are right as they are. One that needs whole
-    tensors or norms (clipping, LAMB, factored moments) would see a part only: clip with `clip_by_global_norm`
-    before the step instead. Communicates what `sync_model_weights` does, and nothing for `tx`.
+    The transformation sees ``{path: this rank's rows}``: one tensor of shape ``(rows, *shape[1:])`` (of ``(rows,
+    *shape[n:])`` with ``leading_dims=n``) in the main weights' dtype for every trainable tensor, padding left out;
+    zero rows where this rank holds none (a 0-D tensor is then of shape (0,)). The keys are the same on every rank,
+    so masks and labels by path work. The updates it returns are added to the weights. Elementwise transformations
+    are right as they are. One that needs whole tensors or norms (clipping, LAMB, factored moments) would see a part
+    only: clip with `clip_by_global_norm` before the step instead. Communicates what `sync_model_weights` does, and
+    nothing for `tx`.
 
     With ``donate=True`` weights change in place after `update`: a transformation that keeps `params` or `updates`
     in its state must copy them there. What it does with its own state is its own affair.
