@@ -130,9 +130,8 @@ class DBuffer:
         size = segment(layout, checked, axes).size
         given: Any = local
         if not isinstance(given, torch.Tensor) or tuple(given.shape) != (size,):
-            raise StateError(
-                bad("local", shown(given), f"a tensor of shape ({size},), this rank's part", "see layout.rank_range")
-            )
+            got = str(tuple(given.shape)) if isinstance(given, torch.Tensor) else shown(given)
+            raise StateError(bad("local", got, f"({size},), this rank's part", "see layout.rank_range"))
         return cls(local.detach(), layout, checked, mesh, axes)
 
     @classmethod
