@@ -9,8 +9,10 @@ The page depends on the sources alone: not on the Python version, the hash seed 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import difflib
+import doctest
 import enum
 import functools
 import importlib
@@ -295,8 +297,40 @@ def _fence_code(text: str) -> str:
             continue
         if first:
             out.append("\n".join(lines[:first]))
-        out.append("```python\n" + inspect.cleandoc("\n" + "\n".join(lines[first:])) + "\n```")
+        code = inspect.cleandoc("\n" + "\n".join(lines[first:]))
+        out.append("```python\n" + _as_users_write(code) + "\n```")
     return "\n\n".join(out)
+
+
+def _as_users_write(code: str) -> str:
+    """A doctest with `mf.` before the public names that are its module's own, and without their imports."""
+    lines = code.split("\n")
+    examples = [(e, ast.parse(e.source)) for e in doctest.DocTestParser().get_examples(code)]
+    nodes = [node for _, tree in examples for node in ast.walk(tree)]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)]
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    public = {name: shown for name, shown in _public_names().items() if name not in bound}
+    places = []
+    for example, tree in examples:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id in public:
+                column = node.col_offset + example.indent + len(">>> ")
+                places.append((example.lineno + node.lineno - 1, column, node.id))
+    for line, column, name in sorted(places, reverse=True):
+        lines[line] = lines[line][:column] + public[name] + lines[line][column + len(name) :]
+    gone = {example.lineno for example, tree in examples for node in tree.body if node in imports}
+    return "\n".join(line for number, line in enumerate(lines) if number not in gone)
+
+
+@functools.cache
+def _public_names() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for namespace in reversed(NAMESPACES):
+        module = importlib.import_module(namespace)
+        names = getattr(module, "__all__", None) or [n for n, v in vars(module).items() if inspect.isfunction(v)]
+        found |= {name: ".".join(["mf", *namespace.split(".")[1:], name]) for name in names}
+    return found
 
 
 def _anchor(module: str) -> str:

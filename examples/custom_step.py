@@ -1,6 +1,7 @@
 """A sharded training step written by hand, to copy from: no module, a dict of tensors, a plain loop.
 
-Run it with `python examples/custom_step.py`, or `torchrun --nproc-per-node 2 examples/custom_step.py`.
+Run it with `.venv/bin/python examples/custom_step.py`, or on two ranks with
+`.venv/bin/torchrun --nproc-per-node 2 examples/custom_step.py`.
 """
 
 import os

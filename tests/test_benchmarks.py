@@ -16,6 +16,7 @@ from model import SIZES
 from overlap import read
 from prediction import describe, predict
 from table import table
+from torch.distributed.device_mesh import DeviceMesh
 from world import ALONE, World
 
 import mfsdp_fn as mf
@@ -93,7 +94,9 @@ def test_a_chart_of_several_regimes(tmp_path: Path) -> None:
 def failures(rank: int, world: int) -> list[tuple[Any, str]]:
     from models import mesh_of
 
-    here = World(torch.device("cpu"), mesh_of(world), rank, world)
+    mesh = mesh_of(world)
+    assert isinstance(mesh, DeviceMesh)
+    here = World(torch.device("cpu"), mesh, rank, world)
 
     def exhausted() -> None:
         if rank == world - 1:

@@ -253,3 +253,23 @@ def test_compile_is_a_decorator_and_sets_nothing_for_good() -> None:
 def test_a_mode_that_is_not_served_is_refused() -> None:
     with pytest.raises(mf.MfsdpError, match=r"`mode` got 'reduce-overhead'; expected no mode, or 'default'"):
         mf.compile(lambda: None, mode="reduce-overhead")
+
+
+def aux_of_a_compiled_step(rank: int, world_size: int) -> None:
+    params = {"w": torch.eye(2).requires_grad_()}
+    state = mf.shard(params, mf.plan(params, mesh_of(world_size), mf.zero3()))
+
+    def loss_fn(state: mf.ShardState) -> tuple[torch.Tensor, dict[str, Any]]:
+        total = mf.unshard(state)["w"].sum()
+        return total, {"twice": 2 * total, "list": [total, 3]}
+
+    run = mf.value_and_grad(loss_fn, has_aux=True)
+    for step in (run, mf.compile(lambda state: run(state), backend="aot_eager")):
+        (loss, aux), grads = step(state)
+        assert loss.item() == 2 and aux["twice"].item() == 4 and aux["list"][0].item() == 2 and aux["list"][1] == 3
+        assert not any(t.requires_grad for t in (loss, aux["twice"], aux["list"][0]))
+        assert torch.equal(grads.main[0], torch.ones_like(grads.main[0]))
+
+
+def test_aux_may_depend_on_the_weights() -> None:
+    run_ranks(2, aux_of_a_compiled_step)

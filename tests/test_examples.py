@@ -35,6 +35,12 @@ def losses(output: str, name: str) -> tuple[float, float]:
     return float(match[1]), float(match[2])
 
 
+def test_every_option_of_train_gpt_is_explained() -> None:
+    options = re.findall(r"^    add\((.*)\)$", (EXAMPLES / "train_gpt.py").read_text(), re.MULTILINE)
+    assert len(options) >= 15
+    assert not [option for option in options if "help=" not in option]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -49,6 +55,7 @@ def test_train_gpt_learns_and_leaves_its_files(tmp_path: Path, options: tuple[st
     done = run(EXAMPLES / "train_gpt.py", "--small", "--out", tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
+    assert done.stdout.startswith("starting 2 ranks: ")
     for name in ("train", "validation"):
         before, after = losses(done.stdout, name)
         assert before == pytest.approx(5.5, abs=0.4)  # ln 256 = 5.545: it knows nothing yet

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mfsdp_fn as mf
 from mfsdp_fn.gather_scatter import gather_to_owner, scatter_from_owner
-from mfsdp_fn.owner_compute import owner_map
+from mfsdp_fn.owner_compute import owner_map, schedule_of
+from mfsdp_fn.owner_exchange import route_of
 from mfsdp_fn.owner_planning import GroupOwnerLayout, assign_owner_work, plan_owners
 from models import mesh_of
 from pool import WORLD_SIZES, RankError, run_ranks
@@ -246,6 +247,138 @@ def test_errors_come_before_anything_is_sent() -> None:
         run_ranks(2, stranger)
 
 
+def elementless(rank: int, world_size: int, use_out: bool, wire: torch.dtype | None) -> None:
+    """Rank 0 owns a tensor without elements only, and gets a shard of another in a dtype that nothing else tells."""
+    layout = mf.build_for_row_atomic([(0, 4), (8, 4)], world_size)
+    owners = GroupOwnerLayout(mesh_of(world_size), layout, {0: 0, 1: 1})
+    full = values([(0, 4), (8, 4)], torch.float64)
+    shards = shards_of(full, owners)
+    assert list(shards) == [1]
+    out = {i: torch.empty_like(full[i]) for i in owners.owned if full[i].numel()} if use_out else None
+    gathered = gather_to_owner(shards, owners, out=out)
+    assert sorted(gathered) == sorted(owners.owned)
+    for index, tensor in gathered.items():
+        assert torch.equal(tensor, full[index]) and tensor.dtype == torch.float64
+    back_out = {1: torch.empty_like(shards[1])} if use_out else None
+    back = scatter_from_owner(gathered, owners, out=back_out, wire_dtype=wire)
+    assert list(back) == [1] and back[1].dtype == torch.float64 and torch.equal(back[1], shards[1])
+    plan = mf.OwnerGatherPlan.pack(owners, shards)
+    if rank == 0:
+        whole = plan.reconstruct_full(0, {})
+        assert whole.shape == (0,) and whole.dtype == torch.float64
+
+
+@pytest.mark.parametrize("use_out", [False, True])
+@pytest.mark.parametrize("wire", [None, torch.float32])
+def test_who_owns_a_tensor_without_elements_knows_the_dtype(wire: torch.dtype | None, use_out: bool) -> None:
+    run_ranks(2, elementless, use_out, wire)
+
+
+def test_a_dtype_that_only_a_left_out_tensor_tells_is_asked_for() -> None:
+    layout = mf.build_for_row_atomic([(0, 4), (8, 4)], 2)
+    owners = GroupOwnerLayout(mf.AbstractMesh((2,), ("dp",)), layout, {0: 0, 1: 1})
+    with pytest.raises(mf.StateError, match="`fulls` got no entry for tensor 0, which has no elements but alone tells"):
+        scatter_from_owner({}, owners)
+
+
+def one_rank(shapes: Shapes, dtype: torch.dtype | None = None) -> GroupOwnerLayout:
+    layout = mf.build_for_row_atomic(shapes, 1)
+    return GroupOwnerLayout(mf.AbstractMesh((1,), ("dp",)), layout, {i: 0 for i in range(len(shapes))}, dtype=dtype)
+
+
+PAIR = torch.zeros(8)
+WRONG: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "`shards` got one that requires grad for tensor 0": (
+        "gather",
+        {0: torch.ones(2, 2, requires_grad=True), 1: torch.ones(4)},
+        {},
+    ),
+    "`fulls` got one that requires grad for tensor 1": (
+        "scatter",
+        {0: torch.ones(4), 1: torch.ones(4, requires_grad=True)},
+        {},
+    ),
+    "`shards` got one on meta for tensor 0; expected tensors on cpu": (
+        "gather",
+        {0: torch.ones(4, device="meta"), 1: torch.ones(4)},
+        {},
+    ),
+    "`fulls` got torch.float32 and torch.float64 in one group": (
+        "scatter",
+        {0: torch.ones(4), 1: torch.ones(4, dtype=torch.float64)},
+        {},
+    ),
+    "`shards` got (2,) for tensor 0; expected a tensor of 4 elements": (
+        "gather",
+        {0: torch.ones(2), 1: torch.ones(4)},
+        {},
+    ),
+    "`out` got nothing for tensor 1": ("both", None, {"out": {0: torch.ones(4)}}),
+    "`out` got torch.float64 tensors; expected torch.float32": (
+        "both",
+        None,
+        {"out": {0: torch.ones(4).double(), 1: torch.ones(4).double()}},
+    ),
+    "`out` got (4,), strides (2,) for tensor 0": ("both", None, {"out": {0: PAIR[::2], 1: torch.ones(4)}}),
+    "`out` got (8,), strides (1,) for tensor 1": ("both", None, {"out": {0: torch.ones(4), 1: torch.ones(8)}}),
+    "`out` got one on meta": ("both", None, {"out": {i: torch.ones(4, device="meta") for i in range(2)}}),
+    "`out` got one that requires grad for tensor 0": (
+        "both",
+        None,
+        {"out": {0: torch.ones(4, requires_grad=True), 1: torch.ones(4)}},
+    ),
+    "`out` got tensors 0 and 1 that share memory": ("both", None, {"out": {0: PAIR[:4], 1: PAIR[3:7]}}),
+    "`wire_dtype` got torch.int32; expected a floating-point": ("both", None, {"wire_dtype": torch.int32}),
+    "`wire_dtype` got torch.bfloat16; expected None for torch.int16 tensors": (
+        "both",
+        {i: torch.ones(4, dtype=torch.int16) for i in range(2)},
+        {"wire_dtype": torch.bfloat16},
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_tensors_that_an_exchange_cannot_serve_are_refused(text: str) -> None:
+    which, given, options = WRONG[text]
+    given = given or {0: torch.ones(2, 2), 1: torch.ones(4)}
+    for name, call in (("gather", gather_to_owner), ("scatter", scatter_from_owner)):
+        if which in (name, "both"):
+            with pytest.raises(mf.StateError, match=re.escape(text)):
+                call(given, one_rank([(2, 2), (2, 2)]), **options)
+
+
+def test_without_grad_parameters_may_travel() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    with torch.no_grad():
+        full = gather_to_owner({0: weight}, one_rank([(2, 2)]))[0]
+    assert not full.requires_grad and torch.equal(full, weight)
+
+
+def test_a_layout_keeps_its_own_owners() -> None:
+    owned = {0: 0}
+    owners = GroupOwnerLayout(mf.AbstractMesh((1,), ("dp",)), mf.build_for_row_atomic([(2, 2), (2, 2)], 1), owned)
+    owned[1] = 0
+    assert owners.tensor_to_owner == {0: 0} and list(owners.pieces) == [0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (lambda full: full[..., :1], "`fn` got a result that is a torch.float32 tensor of shape (5, 1) for tensor"),
+        (lambda full: None, "`fn` got a result that is None"),
+        (lambda full: full.to(torch.complex64), "`fn` got a result that is a torch.complex64 tensor"),
+        (lambda full: full.to("meta"), "tensor of shape (5, 3) on meta"),
+    ],
+)
+def test_results_that_do_not_fit_are_refused(fn: Any, text: str) -> None:
+    params = {"w": torch.ones(5, 3, requires_grad=True)}
+    state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.zero3()))
+    for batched in (False, True):
+        with pytest.raises(mf.StateError, match="`fn` got a result that is") as error:
+            owner_map(fn, batched=batched)(state, plan_owners(state.spec))
+        assert batched or text in str(error.value)
+
+
 # owner_map
 
 
@@ -396,3 +529,18 @@ def test_shampoo_is_another_whole_matrix_optimizer() -> None:
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert losses[-1] < losses[0] / 3
     assert set(re.findall(r"rank \d owns \[\d\]", done.stdout)) == {"rank 0 owns [0]", "rank 1 owns [2]"}
+
+
+def two_communicators(rank: int, world_size: int) -> None:
+    """Equal layouts over two meshes of the same ranks, as after a process group was destroyed and made again."""
+    meshes = [DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("outer", "inner"))["inner"] for _ in range(2)]
+    layout = mf.build_for_row_atomic([(6, 4)], 2)
+    owners = [GroupOwnerLayout(mesh, layout, {0: mesh.mesh.tolist()[1]}, dtype=torch.float32) for mesh in meshes]
+    names = [each.peers.group for each in owners]
+    assert owners[0] == owners[1] and names[0] != names[1]
+    assert [route_of((each,)).peers.group for each in owners] == names
+    assert [schedule_of((each,), 1).buckets[0].route.peers.group for each in owners] == names
+
+
+def test_equal_layouts_exchange_over_their_own_communicators() -> None:
+    run_ranks(4, two_communicators)

@@ -259,3 +259,34 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
         module.get_parameter("blocks.0.linear.bias").requires_grad_(False)
         with pytest.raises(mf.StateError, match=r"requires_grad=False at 'blocks.0.linear.bias'.*plan again"):
             mf.functional_call(module, state, (batch(0),))
+
+
+class ByName(nn.Module):
+    """Asks for its parameters by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.block = nn.Parameter(torch.ones(6)), Block()
+        self.register_parameter("none", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("none", "block", "missing"):
+            with pytest.raises(AttributeError, match=name):
+                self.get_parameter(name)
+        x = x * self.get_parameter("own") + self.get_parameter("block.linear.bias")
+        return x @ self.block.get_parameter("linear.weight")
+
+
+def test_get_parameter_gives_the_states_weights() -> None:
+    torch.manual_seed(0)
+    module, x = ByName(), torch.randn(2, 6)
+    params = mf.params_of(module)
+    state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.zero3(), units=("block",)))
+    doubled = mf.tree_map(lambda buffer: buffer * 2, state)
+    with torch.no_grad():
+        assert torch.equal(mf.functional_call(module, state, (x,)), module(x))
+        twice = mf.functional_call(module, mf.sync_model_weights(doubled), (x,))
+        for parameter in module.parameters():
+            parameter.mul_(2)
+        assert torch.equal(twice, module(x))
+    assert "get_parameter" not in vars(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -381,6 +382,74 @@ def test_each_matrix_is_orthogonalised_once_and_travels_in_bfloat16(world_size: 
     assert sum(wire for _, _, wire, _ in got) == 2 * 2 * got[0][3]  # there and back, two bytes
 
 
+class Timeline(TorchDispatchMode):
+    """Launches and waits of exchanges, by number of launch, and products of Newton-Schulz, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.splits: list[tuple[list[int], list[int]]] = []  # (receive, send)
+        self.results: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, result = func.name(), func(*args, **(kwargs or {}))
+        if "all_to_all_single" in name:
+            self.events.append(f"launch {len(self.results)}")
+            self.splits.append((list(args[1]), list(args[2])))
+            self.results.append(result)
+        elif "wait_tensor" in name:
+            self.events += [f"wait {n}" for n, launched in enumerate(self.results) if launched is args[0]]
+        elif "addmm" in name or "baddbmm" in name:
+            self.events.append("product")
+        return result
+
+
+def overlap(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Nine matrices that all straddle all ranks; each rank owns three, one a bucket."""
+    params = {f"l.{i}.w": draw("w", (6, 4), i).requires_grad_() for i in range(9)}
+    spec = mf.plan(params, mesh_of(world_size), mf.zero3(), units=("l.*",))
+    state, opt = mf.shard(params, spec), mf.optim.muon(lr=LR, buckets=3, **options)
+    opt_state, grads = opt.init(state), mf.tree_map(torch.cos, state)
+    assert all(len(layout.boundary) == 1 for layout in opt_state.plan.owners)
+    with Timeline() as seen:
+        opt.step(grads, opt_state, state)
+    gather, scatter = (0, 1, 3), (2, 4, 5)  # the order of the launches
+    assert len(seen.results) == 6 and sorted(e for e in seen.events if e[0] == "w") == [f"wait {n}" for n in range(6)]
+    for there, back in zip(gather, scatter, strict=True):
+        assert seen.splits[there] == seen.splits[back][::-1] and sum(seen.splits[there][0])
+    place = {event: position for position, event in enumerate(seen.events)}
+    work = []
+    for there, back in zip(gather, scatter, strict=True):
+        start, stop = place[f"wait {there}"], place[f"launch {back}"]
+        products = [position for position in range(start, stop) if seen.events[position] == "product"]
+        assert products
+        work.append((products[0], products[-1]))
+    for k in range(2):
+        first, last = work[k]
+        assert place[f"launch {gather[k + 1]}"] < first and last < place[f"wait {gather[k + 1]}"]
+        first, last = work[k + 1]
+        assert place[f"launch {scatter[k]}"] < first and last < place[f"wait {scatter[k]}"]
+
+
+@pytest.mark.parametrize("options", [{}, {"batched": True}], ids=["one by one", "batched"])
+def test_a_buckets_exchange_runs_beside_anothers_newton_schulz(options: dict[str, Any]) -> None:
+    run_ranks(3, overlap, options)
+
+
+def test_bfloat16_momentum_is_no_ones_scratch() -> None:
+    """With Nesterov off, torch.optim.Muon normalises a bfloat16 momentum in place (seen in 2.13); this does not."""
+    params = {"w": draw("w", (4, 3), 1).bfloat16().requires_grad_()}
+    precision = mf.MixedPrecisionPolicy(main=torch.bfloat16)
+    state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.ddp(), precision=precision))
+    opt = mf.optim.muon(lr=LR, nesterov=False)
+    opt_state, want = opt.init(state), torch.zeros(12, dtype=torch.bfloat16)
+    for _ in range(3):
+        grads = mf.tree_map(torch.cos, state)
+        want.lerp_(grads.main[0], 1 - 0.95)
+        state, opt_state = opt.step(grads, opt_state, state)
+        assert torch.equal(opt_state.momentum_buffer.main[0], want)
+
+
 def test_an_ineligible_parameter_without_fallback_is_refused_by_path() -> None:
     params = {name: value.requires_grad_() for name, value in weights(SHAPES).items()}
     state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.zero3()))
@@ -390,6 +459,13 @@ def test_an_ineligible_parameter_without_fallback_is_refused_by_path() -> None:
         mf.optim.muon(lr=LR, fallback=mf.optim.sgd(0.1), exclude=("*",)).init(state)
     with pytest.raises(mf.StateError, match=r"`split\['wide'\]` got 5 for 'blocks.0.wide' of shape \(12, 40\)"):
         mf.optim.muon(lr=LR, fallback=mf.optim.sgd(0.1), split={"wide": 5}).init(state)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"split": {"norm": 2}}, r"`split\['norm'\]` got a pattern of parameters that are not Muon's, such as"),
+        ({"split": {"embed": 2}, "exclude": ("embed",)}, r"not Muon's, such as 'embed' of shape \(10, 8\)"),
+    ]
+    for options, text in cases:
+        with pytest.raises(mf.StateError, match=text):
+            mf.optim.muon(lr=LR, fallback=mf.optim.sgd(0.1), **options).init(state)
     with pytest.raises(mf.PlanError, match="`pattern` got 'lm_head'"):
         mf.optim.muon(lr=LR, fallback=mf.optim.sgd(0.1), exclude=("lm_head",)).init(state)
 
@@ -407,6 +483,19 @@ def test_an_ineligible_parameter_without_fallback_is_refused_by_path() -> None:
         ({"split": {"qkv": 0}}, r"`split\['qkv'\]` got 0"),
         ({"ns_coefficients": (1.0,)}, "`ns_coefficients` got"),
         ({"fallback": 3}, "`fallback` got a int"),
+        ({"fallback": mf.optim.adamw}, "`fallback` got a function"),
+        ({"exclude": 5}, "`exclude` got 5"),
+        ({"exclude": None}, "`exclude` got None"),
+        ({"exclude": (name for name in ("w",))}, "`exclude` got a generator"),
+        ({"exclude": ("",)}, r"`exclude` got \(''"),
+        ({"split": 5}, "`split` got 5"),
+        ({"split": ["qkv"]}, r"`split` got \['qkv'\]"),
+        ({"split": {3: 2}}, r"`split\[3\]` got 2"),
+        ({"split": {"qkv": "12"}}, r"`split\['qkv'\]` got '12'"),
+        ({"ns_coefficients": (1.0, math.nan, 2.0)}, r"`ns_coefficients` got \(1.0, nan, 2.0\)"),
+        ({"eps": math.nan}, "`eps` got nan"),
+        ({"ns_steps": 2.0}, "`ns_steps` got 2.0"),
+        ({"buckets": True}, "`buckets` got True"),
     ],
 )
 def test_bad_values_are_named(options: dict[str, Any], text: str) -> None:
@@ -557,3 +646,19 @@ def test_a_fallback_that_is_not_there_or_refuses_changes_nothing() -> None:
         with pytest.raises(mf.StateError, match="`opt_state`"):
             opt.step(grads, opt_state, state, donate=True)
         assert torch.equal(state.main[0], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rate_that_is_a_tensor_is_multiplied_as_a_tensor(dtype: torch.dtype) -> None:
+    """In its own precision, as torch.optim.Muon does: otherwise some rates differ in their last bit."""
+    shape = (7, 4)
+    for number in range(1, 20):
+        lr = torch.tensor(0.0017 * number, dtype=dtype)
+        state, opt = local({"w": shape}), mf.optim.muon(lr=lr, weight_decay=0.3)
+        whole = torch.nn.Parameter(mf.unshard(state)["w"].clone())
+        whole.grad = whole.detach().cos()
+        rate: Any = lr  # torch's annotation knows no tensors
+        reference = torch.optim.Muon([whole], lr=rate, weight_decay=0.3)
+        state, _ = opt.step(mf.tree_map(torch.cos, state), opt.init(state), state)
+        reference.step()
+        assert torch.equal(mf.unshard(state)["w"], whole), number

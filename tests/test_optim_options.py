@@ -199,3 +199,22 @@ def test_updates_of_another_structure_are_refused(updates, text):
     with pytest.raises(mf.StateError) as caught:
         opt.step(make_grads(state), opt.init(state), state)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [None, "0.1", float("nan"), -1.0, torch.ones(2), torch.ones((), dtype=torch.int64)])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_schedule_that_gives_no_rate_is_refused_before_anything_changes(given: Any, donate: bool) -> None:
+    state = abstract_state()
+    overrides = {"norm": {"lr": lambda step: given}}
+    for opt, where in (
+        (optim.sgd(lambda step: given), "`lr` got"),
+        (optim.adamw(lambda step: given), "`lr` got"),
+        (optim.adamw(0.1, overrides=overrides), r"`overrides\['norm'\]\['lr'\]` got"),
+        (optim.muon(lambda step: given, fallback=optim.sgd(0.1)), "`lr` got"),
+        (optim.muon(0.1, fallback=optim.sgd(0.1, overrides=overrides)), r"`overrides\['norm'\]\['lr'\]` got"),
+    ):
+        before, opt_state = [buffer.clone() for buffer in state.main], opt.init(state)
+        with pytest.raises(mf.MfsdpError, match=where):
+            opt.step(make_grads(state), opt_state, state, donate=donate)
+        assert all(torch.equal(a, b) for a, b in zip(before, state.main, strict=True))
+        mf.unshard(state)  # it is alive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -56,6 +57,7 @@ def test_groups_are_unit_dtype_and_requires_grad() -> None:
     assert (w.compute, w.main, w.grad, w.reduce) == (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)
     assert frozen.main == torch.float32
     assert "5 groups of 2 units over 2 ranks" in spec.explain()
+    assert re.search(r"^l.0 bfloat16 +float32 > bfloat16 ", spec.explain(), re.MULTILINE)
 
 
 def test_digest_equality_and_hash() -> None:

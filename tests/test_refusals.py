@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -113,8 +114,58 @@ def test_reentrant_checkpoints_are_refused_wherever_weights_come_from(outside: b
         body = (lambda x: x @ w) if outside else (lambda x: x @ mf.unshard(state)["w"])
         return checkpoint(body, x, use_reentrant=True).sum()  # pyright: ignore[reportOptionalMemberAccess]
 
-    with pytest.raises(mf.StateError, match=r"use_reentrant=True\); expected use_reentrant=False"):
-        mf.value_and_grad(loss)(state)
+    def pull(state: mf.ShardState) -> Any:
+        _, pullback = mf.vjp(lambda s: {"loss": loss(s), "text": "no tensor"}, state)
+        return pullback({"loss": torch.ones(()), "text": None})
+
+    for call in (mf.value_and_grad(loss), pull):
+        with pytest.raises(mf.StateError, match=r"use_reentrant=True\); expected use_reentrant=False"):
+            call(state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    loss: torch.Tensor
+    parts: list[Any]
+
+
+class Bag(dict[str, Any]):
+    pass
+
+
+def test_aux_is_detached_in_objects_too() -> None:
+    plain = Record(torch.ones(1), [2])
+
+    def loss(state: mf.ShardState) -> Any:
+        total = mf.unshard(state)["w"].sum()
+        return total, [Record(2 * total, [3 * total, None]), Bag(a=total), plain]
+
+    (total, (record, bag, same)), _ = mf.value_and_grad(loss, has_aux=True)(state_of(P))
+    assert total == 2 and same is plain
+    assert type(record) is Record and record.loss == 4 and record.parts == [6, None]
+    assert type(bag) is Bag and bag["a"] == 2
+    assert not any(t.requires_grad for t in (record.loss, record.parts[0], bag["a"]))
+
+
+def test_outputs_that_no_cotangent_reaches_are_refused() -> None:
+    with pytest.raises(mf.StateError, match="`fn` got a function that returns a Record, with tensors that require"):
+        mf.vjp(lambda s: Record(mf.unshard(s)["w"].sum(), []), state_of(P))
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda w: w, r"a tensor of shape \(2, 2\)"),
+        (lambda w: w.sum().to(torch.complex64), "a scalar of torch.complex64"),
+        (lambda w: w.sum().long(), "a scalar of torch.int64"),
+        (lambda w: 3.0, "a float"),
+    ],
+)
+def test_a_loss_is_a_floating_point_scalar(loss: Any, got: str) -> None:
+    with pytest.raises(
+        mf.StateError, match=f"`loss_fn` got a function returning {got}; expected a scalar tensor of floats"
+    ):
+        mf.value_and_grad(lambda s: loss(mf.unshard(s)["w"]))(state_of(P))
 
 
 def test_gradients_accumulate_by_the_name_of_their_state() -> None:

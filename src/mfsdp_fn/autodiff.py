@@ -10,16 +10,17 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import optree
 import torch
 from torch.autograd.graph import saved_tensors_hooks as torch_saved_tensors_hooks
 from torch.utils import _pytree as torch_pytree
 
 from . import traced, tree
 from .calls import Recordings, make_sinks, note_call, open_call
+from .checks import check_flag, check_function, shown
 from .dbuffer import DBuffer, flatten_buffer, unflatten_buffer
 from .errors import StateError, bad
 from .gradients import finish_all
+from .outputs import check_loss, detached
 from .session import Saved, Session, refuse_reentrant_graph
 from .state import ShardState, UnitState, check_state, flatten_node, unflatten_node
 
@@ -55,10 +56,6 @@ for _cls in (ShardState, UnitState):
 register_torch_node(DBuffer, flatten_buffer, unflatten_buffer)
 
 
-def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -82,13 +79,15 @@ def value_and_grad(
         loss_fn: ``loss_fn(state, *args, **kwargs)`` gives a scalar; every rank must call `unshard` on the same
             sequence of units.
         has_aux: `loss_fn` gives ``(loss, aux)``, the transformed function ``((loss, aux), grads)``, tensors in aux
-            detached.
+            detached (in dataclasses and subclasses of dict too; other objects are passed on as they are).
         is_last_microbatch: False defers what is reduced once a step (ddp, zero1, outer axes).
         accumulate: gradients of earlier microbatches to add to.
         donate: reuse the buffers of `accumulate`, which can't be used again.
 
     Raises:
-        StateError: a state that is not one, was donated, or does not fit `accumulate`; a loss that is no scalar.
+        MfsdpError: an option that isn't True or False, or `loss_fn` that isn't a function.
+        StateError: a state that is not one, was donated, or does not fit `accumulate`; a loss that is no
+            floating-point scalar.
         OrderError: units used in an order that differs from the recorded one.
 
     Idea: Megatron-FSDP v2 (the seeds), with JAX's signature.
@@ -102,7 +101,15 @@ def value_and_grad(
     >>> loss.item(), grads.main[0]
     (5.0, tensor([2., 4.]))
     """
+    check_function("loss_fn", loss_fn, "mf.value_and_grad(loss_fn)")
+    check_flag("has_aux", has_aux)
+    _check_flags(is_last_microbatch, donate)
     return ValueAndGrad(loss_fn, has_aux, is_last_microbatch, accumulate, donate, Recordings())
+
+
+def _check_flags(is_last_microbatch: bool, donate: bool) -> None:
+    check_flag("is_last_microbatch", is_last_microbatch)
+    check_flag("donate", donate)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,6 +127,7 @@ class ValueAndGrad:
         self, *, is_last_microbatch: bool = True, accumulate: Any = None, donate: bool = False
     ) -> ValueAndGrad:
         """The same function for another microbatch: it shares what was recorded (`PrefetchOrder.RECORDED`)."""
+        _check_flags(is_last_microbatch, donate)
         return dataclasses.replace(self, is_last_microbatch=is_last_microbatch, accumulate=accumulate, donate=donate)
 
     def __call__(self, state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -134,7 +142,7 @@ class ValueAndGrad:
         try:
             with torch.enable_grad(), torch_saved_tensors_hooks(session.pack, session.unpack):
                 result = self.loss_fn(handed, *args, **kwargs)
-            loss, aux = _check_loss(result, self.has_aux)
+            loss, aux = check_loss(result, self.has_aux)
         except BaseException:
             session.abandon()
             raise
@@ -147,7 +155,7 @@ class ValueAndGrad:
         self.recordings.put(states, order)
         note_call(states)
         if self.has_aux:
-            return (loss.detach(), optree.tree_map(_detach, aux, none_is_leaf=True)), grads
+            return (loss.detach(), detached(aux)), grads
         return loss.detach(), grads
 
 
@@ -163,7 +171,7 @@ def _traced_value_and_grad(
     ]
     with torch.enable_grad():
         result = transform.loss_fn(_like(state, handed), *args, **kwargs)
-    loss, aux = _check_loss(result, transform.has_aux)
+    loss, aux = check_loss(result, transform.has_aux)
     accumulate = transform.accumulate
     given: list[ShardState | None] = [None] * len(states)
     if isinstance(accumulate, dict):
@@ -171,6 +179,8 @@ def _traced_value_and_grad(
     elif accumulate is not None:
         given = [*_traced_states(accumulate)]
     grads = traced.gradients(session, loss, given, is_last_microbatch=transform.is_last_microbatch)
+    # Dynamo knows this tree_map and not optree's; it refuses what is left on the graph itself.
+    aux = torch_pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, aux)
     value = (loss.detach(), aux) if transform.has_aux else loss.detach()
     return value, _like(state, grads)
 
@@ -191,30 +201,6 @@ def _like(state: Any, values: list[ShardState]) -> Any:
     return dict(zip(state, values, strict=True)) if isinstance(state, dict) else type(state)(values)
 
 
-def _check_loss(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise StateError(
-            bad(
-                "loss_fn",
-                f"a function returning a {type(result).__name__}",
-                "(loss, aux)",
-                "return both, or leave out has_aux=True",
-            )
-        )
-    loss, aux = result if has_aux else (result, None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise StateError(
-            bad(
-                "loss_fn",
-                f"a function returning {got}",
-                "a scalar tensor",
-                "reduce the loss, or pass has_aux=True if it returns (loss, aux)",
-            )
-        )
-    return loss, aux
-
-
 @contextlib.contextmanager
 def saved_tensors_hooks(state: Any, hooks: torch_saved_tensors_hooks) -> Iterator[None]:
     """Use other saved-tensor hooks inside a differentiated function without keeping gathered weights.
@@ -227,7 +213,7 @@ def saved_tensors_hooks(state: Any, hooks: torch_saved_tensors_hooks) -> Iterato
         hooks: for example ``torch.autograd.graph.save_on_cpu()``.
 
     Raises:
-        StateError: `state` is not one that `value_and_grad` or `vjp` handed out.
+        StateError: `state` is not one that `value_and_grad` or `vjp` handed out, or `hooks` are none.
     """
     session = getattr(state, "gatherer", None)
     if not isinstance(session, Session):
@@ -239,6 +225,11 @@ def saved_tensors_hooks(state: Any, hooks: torch_saved_tensors_hooks) -> Iterato
                 "use this inside loss_fn",
             )
         )
+
+    for name in ("pack_hook", "unpack_hook"):
+        if not callable(getattr(hooks, name, None)):
+            fix = "pass torch.autograd.graph.save_on_cpu(), say"
+            raise StateError(bad("hooks", shown(hooks), "torch.autograd.graph.saved_tensors_hooks", fix))
 
     def pack(tensor: torch.Tensor) -> Any:
         packed = session.pack(tensor)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import tree
+from .checks import check_flag
 from .errors import StateError, bad
 from .flights import Flights
 from .gradients import GradientSink
@@ -121,6 +122,8 @@ def make_sinks(
     Raises:
         StateError: `accumulate` is not as many states as there are, or one doesn't fit.
     """
+    check_flag("is_last_microbatch", is_last_microbatch)
+    check_flag("donate", donate)
     given: list[ShardState | None] = [None] * len(states)
     if accumulate is not None:
         found, found_paths, _ = _split(accumulate, "accumulate")

@@ -7,6 +7,7 @@ who doesn't compile should not pay for it.
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 
 from . import graph
+from .checks import check_flag, check_function, shown
 from .errors import MfsdpError, StateError, bad
 from .simulation import refuse_compiling
 
@@ -31,21 +33,19 @@ def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any
         **torch_compile_options: passed on to `torch.compile`. `backend` gets the finished graph.
 
     Results equal the eager ones; leave it out to debug.
+
+    Raises:
+        MfsdpError: a bad option, by name.
     """
+    if step is not None:
+        check_function("step", step, "mf.compile(step)")
+    _check_options(torch_compile_options)
     if step is None:
         return lambda fn: compile(fn, **torch_compile_options)
     options: dict[str, Any] = {"fullgraph": True, **torch_compile_options}
-    if options.get("mode") not in (None, "default"):
-        raise MfsdpError(
-            bad(
-                "mode",
-                repr(options["mode"]),
-                "no mode, or 'default'",
-                "pass Inductor settings as options={…}; for CUDA graphs capture the step in a torch.cuda.CUDAGraph",
-            )
-        )
     options.pop("mode", None)
-    backend = options.pop("backend", "inductor")
+    backend = options.pop("backend", None)
+    backend = "inductor" if backend is None else backend  # as torch.compile has it since 2.13
     inner_options: Mapping[str, Any] = options.pop("options", None) or {}
     compiled = torch.compile(step, backend=_backend(backend, inner_options), **options)
     called = False
@@ -78,6 +78,31 @@ def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any
         return result
 
     return call
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = inspect.signature(torch.compile).parameters
+    for name, value in options.items():
+        if name not in known or name == "model":
+            raise MfsdpError(bad(name, shown(value), "an option of torch.compile", "mend the name or leave it out"))
+        if name in ("fullgraph", "disable") or (name == "dynamic" and value is not None):
+            check_flag(name, value)
+    mode, backend, inner = options.get("mode"), options.get("backend"), options.get("options")
+    if mode is not None and mode != "default":
+        raise MfsdpError(
+            bad(
+                "mode",
+                shown(mode),
+                "no mode, or 'default'",
+                "pass Inductor settings as options={…}; for CUDA graphs capture the step in a torch.cuda.CUDAGraph",
+            )
+        )
+    known_backend = isinstance(backend, str) and backend in torch.compiler.list_backends(())
+    if backend is not None and not callable(backend) and not known_backend:
+        fix = "see torch.compiler.list_backends()"
+        raise MfsdpError(bad("backend", shown(backend), "the name of a backend, or a function", fix))
+    if inner is not None and not (isinstance(inner, Mapping) and all(isinstance(key, str) for key in inner)):
+        raise MfsdpError(bad("options", shown(inner), "the backend's settings by name, or None", "write {'x': True}"))
 
 
 # Inductor moves nodes to their users and to where memory peaks less; either undoes launching early.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,14 @@ import torch
 
 from . import collectives
 from .buffer import segment
+from .checks import check_flag, shown
 from .collectives import Axis, Mesh
+from .dbuffer_checks import check_dtype, check_layout, checked_placements
 from .errors import LayoutError, StateError, bad
 from .group import GroupSpec
-from .layout import GlobalLayout, validate_row_atomic
+from .layout import GlobalLayout
 from .model_weights import weights_of
-from .placement import BlockAtomic, Partial, Placement, Replicate, TensorAtomic, check_placement, sharded_axes
+from .placement import Partial, Placement, Replicate, sharded_axes
 from .ranges import Range
 from .redistribution import redistribute
 from .state import EVERYWHERE, NOTHING, ShardState, check_state, placement_of
@@ -79,11 +80,15 @@ class DBuffer:
 
         Raises:
             StateError: tensors that don't fit the layout, of several dtypes without `dtype`, or on the meta device.
-            LayoutError: a layout that doesn't fit the placements.
-            PlanError: something that is no placement.
+            LayoutError: a layout that is none or doesn't fit the placements.
+            PlanError: something that is no placement or no mesh.
         """
+        checked = checked_placements(layout, placements, mesh)
+        check_dtype(dtype)
+        if not isinstance(tensors, (tuple, list)):
+            raise StateError(bad("tensors", shown(tensors), "whole tensors", "write [tensor, …]"))
         given, shapes = list(tensors), layout.tensor_shapes
-        got = [tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else repr(tensor) for tensor in given]
+        got = [tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else shown(tensor) for tensor in given]
         if got != [tuple(shape) for shape in shapes]:
             raise StateError(
                 bad(
@@ -100,7 +105,7 @@ class DBuffer:
             )
         if any(tensor.is_meta for tensor in given):
             raise StateError(bad("tensors", "a meta tensor", "tensors with values", "make them first"))
-        checked, axes = _checked(layout, placements, mesh), collectives.axes_of(mesh)
+        axes = collectives.axes_of(mesh)
         held = segment(layout, checked, axes)
         local = torch.zeros(held.size, dtype=dtype or dtypes.pop(), device=collectives.device_of(mesh))
         for index, tensor in enumerate(given):
@@ -118,15 +123,15 @@ class DBuffer:
 
         Raises:
             StateError: a part of another size than the placements give this rank.
-            LayoutError: a layout that doesn't fit the placements.
-            PlanError: something that is no placement.
+            LayoutError: a layout that is none or doesn't fit the placements.
+            PlanError: something that is no placement or no mesh.
         """
-        checked, axes = _checked(layout, placements, mesh), collectives.axes_of(mesh)
+        checked, axes = checked_placements(layout, placements, mesh), collectives.axes_of(mesh)
         size = segment(layout, checked, axes).size
-        if tuple(local.shape) != (size,):
-            raise StateError(
-                bad("local", f"{tuple(local.shape)}", f"({size},), this rank's part", "see layout.rank_range")
-            )
+        given: Any = local
+        if not isinstance(given, torch.Tensor) or tuple(given.shape) != (size,):
+            got = str(tuple(given.shape)) if isinstance(given, torch.Tensor) else shown(given)
+            raise StateError(bad("local", got, f"({size},), this rank's part", "see layout.rank_range"))
         return cls(local.detach(), layout, checked, mesh, axes)
 
     @classmethod
@@ -149,6 +154,7 @@ class DBuffer:
         tensor([1., 1., 1., 1.])
         """
         check_state(state, "state")
+        check_flag("compute", compute)
         number = group.number if isinstance(group, GroupSpec) else len(state.spec.groups)
         if number >= len(state.spec.groups) or state.spec.groups[number] != group:
             raise StateError(
@@ -226,7 +232,9 @@ class DBuffer:
                 layout that cuts tensors.
             PlanError: something that is no placement.
         """
+        check_dtype(dtype)
         target = self.layout if layout is None else layout
+        check_layout(target)
         if target.tensor_shapes != self.layout.tensor_shapes:
             raise LayoutError(
                 bad(
@@ -236,7 +244,7 @@ class DBuffer:
                     "lay out the same tensors in the same order",
                 )
             )
-        checked = _checked(target, placements, self.mesh)
+        checked = checked_placements(target, placements, self.mesh)
         for axis, (old, new) in enumerate(zip(self.placements, checked, strict=True)):
             if isinstance(new, Partial) and not isinstance(old, Partial):
                 raise StateError(
@@ -254,49 +262,6 @@ class DBuffer:
         local = self.local.to(wanted) if not sums and wanted.itemsize < have.itemsize else self.local
         local = redistribute(local, self.layout, self.placements, target, checked, self.mesh, self.axes)
         return DBuffer(local.to(wanted), target, checked, self.mesh, self.axes)
-
-
-def _checked(layout: GlobalLayout, placements: Sequence[Placement], mesh: Mesh) -> tuple[Placement, ...]:
-    """The placements as a tuple, checked against mesh and layout."""
-    if not isinstance(placements, (tuple, list)) or len(placements) != mesh.ndim:
-        raise StateError(
-            bad("placements", repr(placements), f"one placement for each of {mesh.ndim} axes", "outer to inner")
-        )
-    for axis, placement in enumerate(placements):
-        check_placement("placements", axis, placement)
-    parts = 1
-    for axis in sharded_axes(tuple(placements)):
-        parts *= mesh.size(axis)
-        if layout.dp_size % parts:
-            raise LayoutError(
-                bad(
-                    "layout",
-                    f"{layout.dp_size} ranks",
-                    f"a multiple of the {parts} shards that {tuple(placements)} make",
-                    "build it for as many ranks as the sharded axes have together",
-                )
-            )
-        _check_boundaries(layout.coarsen(layout.dp_size // parts), placements[axis])
-    return tuple(placements)
-
-
-def _check_boundaries(layout: GlobalLayout, placement: Placement) -> None:
-    """Refuse rank boundaries inside what `placement` keeps together."""
-    if not isinstance(placement, TensorAtomic):
-        validate_row_atomic(layout, placement.block_size if isinstance(placement, BlockAtomic) else 1)
-        return
-    for index, shape in enumerate(layout.tensor_shapes):
-        span = layout.tensor_range(index)
-        holders = [rank for rank in layout.ranks_of(index) if layout.local_range(index, rank).size]
-        if math.prod(shape) and len(holders) > 1:
-            raise LayoutError(
-                bad(
-                    "layout",
-                    f"tensor {index} at [{span.start}, {span.stop}) on ranks {holders}",
-                    "whole tensors on each rank, for TensorAtomic",
-                    "pass layout=build_for_tensor_atomic(shapes, ranks, tensor_owners=…)",
-                )
-            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from .layout_choice import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -12,11 +14,21 @@ if TYPE_CHECKING:
     from .group import GroupSpec
     from .spec import ShardSpec
 
+LEGEND = (
+    "main: dtype of the optimizer's weights; compute: of gathered ones; MiB kept: on this rank between steps, in both; "
+    "misaligned: matrices that start off 16 bytes when gathered; boundaries off: rank boundaries that do"
+)
+
 
 def misaligned(group: GroupSpec) -> int:
     """How many of the group's matrices start off a 16-byte boundary of the gathered buffer."""
     size = group.dtypes.compute.itemsize
     return sum(1 for offset, shape, numel in group.views if len(shape) >= 2 and numel and offset * size % ALIGNMENT)
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype without its package: float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def misaligned_segments(group: GroupSpec) -> int:
@@ -27,7 +39,8 @@ def misaligned_segments(group: GroupSpec) -> int:
 
 def explain(spec: ShardSpec) -> str:
     """Two tables, a line a group: what it holds; and what was predicted for its layout, and why it was picked."""
-    held = [("group", "tensors", "elements", "padding", "local MiB", "gathered MiB", "off 16 B", "boundaries off")]
+    columns = ("tensors", "elements", "padding", "MiB kept", "MiB gathered", "misaligned", "boundaries off")
+    held: list[Sequence[str]] = [("group", "main > compute", *columns)]
     predicted: list[Sequence[str]] = [
         ("group", "padding", "(chunk rule)", "segment", "largest unpadded", "layout", "why")
     ]
@@ -41,6 +54,7 @@ def explain(spec: ShardSpec) -> str:
         held.append(
             (
                 group.name,
+                f"{short(group.dtypes.main)} > {short(group.dtypes.compute)}",
                 str(len(group.paths)),
                 f"{numel:,}",
                 f"{padding:.2%}",
@@ -59,7 +73,7 @@ def explain(spec: ShardSpec) -> str:
             others.setdefault(id(group.mesh), f"{group.unit or '(root)'} over {_sizes(group.axes)}")
     head = ", ".join([f"{head} ranks", *others.values()])
     title = "Predictions: bytes of padding and of a rank's segment with padding, of the largest segment without"
-    return "\n".join([head, *_table(held, {0}), title, *_table(predicted, {0, 5, 6})])
+    return "\n".join([head, *_table(held, {0}), LEGEND, title, *_table(predicted, {0, 5, 6})])
 
 
 def _sizes(axes: Sequence[Axis]) -> str:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from . import collectives
+from .checks import check_mapping, shown
 from .errors import StateError, bad
-from .owner_exchange import Tensors, by_ranks, launch_gather, launch_scatter, route_of
+from .group import GroupSpec
+from .owner_exchange import Tensors, by_ranks, launch_gather, launch_scatter, route_of, scatter_dtypes
 from .owner_layout import GroupOwnerLayout
 from .owner_packing import flat_fulls, flat_shards
 
 
 def _grouped(
     owner_layout: Any, *arguments: tuple[str, Any]
-) -> tuple[list[Hashable], list[GroupOwnerLayout], list[list[Any] | None], bool]:
+) -> tuple[list[Hashable], list[GroupOwnerLayout], list[list[Tensors] | None], bool]:
     """Keys, layouts and, for each argument, its entry by group; the last: whether there was one group alone."""
-    if isinstance(owner_layout, GroupOwnerLayout):
-        return [None], [owner_layout], [None if value is None else [value] for _, value in arguments], True
-    ok = isinstance(owner_layout, Mapping)
-    if not ok or not all(isinstance(layout, GroupOwnerLayout) for layout in owner_layout.values()):
+    single = isinstance(owner_layout, GroupOwnerLayout)
+    ok = single or isinstance(owner_layout, Mapping)
+    if not ok or not (single or all(isinstance(layout, GroupOwnerLayout) for layout in owner_layout.values())):
         raise StateError(
             bad(
                 "owner_layout",
@@ -30,25 +32,122 @@ def _grouped(
                 "use what plan_owners(spec) or GroupOwnerLayout.from_group(group) returned",
             )
         )
-    columns: list[list[Any] | None] = []
+    columns: list[list[Tensors] | None] = []
     for name, value in arguments:
-        if value is not None and not isinstance(value, Mapping):
+        if name == "out" and value is None:
+            columns.append(None)
+        elif single:
+            check_mapping(name, value, "tensors by index", "write {0: tensor}", StateError)
+            columns.append([value])
+        else:
+            check_mapping(name, value, "a dict by group, as `owner_layout`", "write {group: {…}}", StateError)
+            columns.append([value.get(key, {}) for key in owner_layout])
+            for key in owner_layout:
+                where = f"{name}[{key.name if isinstance(key, GroupSpec) else key!r}]"
+                check_mapping(where, value.get(key, {}), "tensors by index", "write {group: {0: tensor}}", StateError)
+    return (
+        [None] if single else list(owner_layout),
+        [owner_layout] if single else [*owner_layout.values()],
+        columns,
+        single,
+    )
+
+
+def check_wire(wire_dtype: Any) -> None:
+    """Refuse what isn't a dtype that values can travel in.
+
+    Raises:
+        StateError: naming `wire_dtype`.
+    """
+    if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+        raise StateError(
+            bad("wire_dtype", shown(wire_dtype), "a floating-point torch.dtype, or None", "write torch.bfloat16, say")
+        )
+
+
+def _check_values(
+    name: str, given: Sequence[Tensors], wanted: Sequence[Iterable[int]], layouts: Sequence[GroupOwnerLayout], wire: Any
+) -> list[torch.dtype | None]:
+    """The dtype of each group's tensors; whether they are there, and of the right sizes, is seen when they are packed.
+
+    Raises:
+        StateError: tensors that require grad, lie elsewhere, or have several dtypes.
+    """
+    found: list[torch.dtype | None] = []
+    for mine, indices, layout in zip(given, wanted, layouts, strict=True):
+        device, dtype = collectives.device_of(layout.mesh), None
+        for index in indices:
+            value: Any = mine.get(index)
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.requires_grad and torch.is_grad_enabled():
+                got, fix = "one that requires grad", "call this under torch.no_grad(), or pass tensor.detach()"
+                raise StateError(bad(name, f"{got} for tensor {index}", "values: no gradient flows through", fix))
+            if value.device != device:
+                raise StateError(
+                    bad(
+                        name,
+                        f"one on {value.device} for tensor {index}",
+                        f"tensors on {device}",
+                        "move it to the mesh's",
+                    )
+                )
+            if value.dtype != (dtype or value.dtype):
+                got = f"{dtype} and {value.dtype} in one group"
+                raise StateError(bad(name, got, "tensors of one dtype, as in a buffer", "cast them, or use two groups"))
+            dtype = value.dtype
+        if wire is not None and dtype is not None and not dtype.is_floating_point:
             raise StateError(
-                bad(name, f"a {type(value).__name__}", "a dict by group, as `owner_layout`", "write {group: {…}}")
+                bad("wire_dtype", wire, f"None for {dtype} tensors", "leave it out: they travel as they are")
             )
-        columns.append(None if value is None else [value.get(key, {}) for key in owner_layout])
-    return list(owner_layout), list(owner_layout.values()), columns, False
+        found.append(dtype)
+    return found
 
 
-def _check_out(out: Sequence[Tensors], wanted: Sequence[Mapping[int, int]]) -> None:
+def _check_out(
+    out: Sequence[Tensors],
+    wanted: Sequence[Mapping[int, int]],
+    layouts: Sequence[GroupOwnerLayout],
+    dtypes: Sequence[Sequence[torch.dtype | None]],
+) -> list[torch.dtype | None]:
+    """The dtype of each group of `out`.
+
+    Args:
+        out: what is to be written, by group.
+        wanted: the elements of each tensor in it.
+        layouts: the groups.
+        dtypes: what each group's may be; None says nothing.
+    """
+    spans: list[tuple[int, int, int]] = []
     for mine, sizes in zip(out, wanted, strict=True):
         for index, size in sizes.items():
-            target = mine.get(index)
-            if target is None or target.numel() != size or not target.is_contiguous():
-                got = "nothing" if target is None else f"{tuple(target.shape)}, strides {target.stride()}"
-                raise StateError(
-                    bad("out", f"{got} for tensor {index}", f"a contiguous tensor of {size} elements", "allocate it")
-                )
+            target: Any = mine.get(index)
+            if target is None and not size:
+                continue
+            if not isinstance(target, torch.Tensor):
+                got = "nothing" if target is None else shown(target)
+            elif target.numel() != size or target.layout is not torch.strided or not target.is_contiguous():
+                strides = f", strides {target.stride()}" if target.layout is torch.strided else f", {target.layout}"
+                got = f"{tuple(target.shape)}{strides}"
+            elif target.requires_grad:
+                got = "one that requires grad"
+            else:
+                if size and not torch.compiler.is_compiling():  # a traced tensor has no address
+                    spans.append((target.data_ptr(), target.data_ptr() + target.nbytes, index))
+                continue
+            expected = f"a contiguous tensor of {size} elements that doesn't require grad"
+            raise StateError(bad("out", f"{got} for tensor {index}", expected, "allocate it with torch.empty"))
+    found = _check_values("out", out, wanted, layouts, None)
+    for dtype, allowed in zip(found, zip(*dtypes, strict=True), strict=True):
+        known = [each for each in allowed if each is not None]
+        if dtype is not None and known and dtype not in known:
+            raise StateError(bad("out", f"{dtype} tensors", f"{known[0]}, as the group's", "allocate it in that dtype"))
+    spans.sort()
+    for (_, stop, index), (start, _, other) in itertools.pairwise(spans):
+        if start < stop:
+            got = f"tensors {index} and {other} that share memory"
+            raise StateError(bad("out", got, "tensors of their own", "allocate each, or take views that don't overlap"))
+    return found
 
 
 def gather_to_owner(
@@ -64,16 +163,18 @@ def gather_to_owner(
         shards: ``{index: this rank's shard}`` of the participating tensors of which it holds elements, in any
             shape; others are not read. For several groups ``{group: {index: …}}``.
         owner_layout: a `GroupOwnerLayout`, or ``{group: GroupOwnerLayout}`` in the same order on every rank.
-        out: preallocated full tensors, as the result; any shape of the right size, contiguous. Written into and
-            returned.
-        wire_dtype: dtype of what travels; by default the shards' own.
+        out: preallocated full tensors, as the result; any shape of the right size, contiguous, of the shards'
+            dtype. Written into and returned.
+        wire_dtype: floating-point dtype of what travels; by default the shards' own.
 
     Returns:
         ``{index: full tensor}`` of what this rank owns, in the shards' dtype, or ``{group: {index: …}}``. A tensor
         that its owner holds whole moves nothing, and without `out` it is a view of the shard: don't write to it.
 
     Raises:
-        StateError: a shard or `out` that is missing or of another size; before anything is sent.
+        StateError: a shard or `out` that is missing, of another size, dtype or device, or that requires grad
+            (no gradient flows through: under ``torch.no_grad()`` shards may); `out` that overlaps itself; a
+            `wire_dtype` that isn't a floating-point one. Before anything is sent.
 
     Source: `gather_scatter` of Megatron-FSDP v2; one packed exchange instead of pairs of messages.
 
@@ -84,19 +185,22 @@ def gather_to_owner(
     {0: tensor([[0., 1.], [2., 3.]])}
     """
     keys, layouts, (given, targets), single = _grouped(owner_layout, ("shards", shards), ("out", out))
+    check_wire(wire_dtype)
     if not layouts:
         return {}
+    assert given is not None
+    dtypes = _check_values("shards", given, [layout.mine for layout in layouts], layouts, wire_dtype)
     if targets is not None:
-        _check_out(targets, [{i: ol.layout.tensor_range(i).size for i in ol.owned} for ol in layouts])
+        sizes = [{i: layout.layout.tensor_range(i).size for i in layout.owned} for layout in layouts]
+        _check_out(targets, sizes, layouts, [dtypes])
     sets = by_ranks(layouts)
     if len(sets) > 1:  # refuse what is wrong with any before the first is sent
-        for number, layout in enumerate(layouts):
-            flat_shards(layout, {} if given is None else given[number], "shards")
+        for layout, mine in zip(layouts, given, strict=True):
+            flat_shards(layout, mine, "shards")
     pendings = []
     for numbers in sets:
         some = tuple(layouts[number] for number in numbers)
-        shards = [{} if given is None else given[number] for number in numbers]
-        pendings.append(launch_gather(some, shards, wire_dtype, route_of(some)))
+        pendings.append(launch_gather(some, [given[number] for number in numbers], wire_dtype, route_of(some)))
     by_group: list[dict[int, torch.Tensor]] = [{} for _ in layouts]
     for numbers, pending in zip(sets, pendings, strict=True):
         there = None if targets is None else [targets[number] for number in numbers]
@@ -116,8 +220,9 @@ def scatter_from_owner(
         fulls: ``{index: full result}``, in any shape, of every tensor that this rank owns; others are not read.
             For several groups ``{group: {index: …}}``.
         owner_layout: as in `gather_to_owner`.
-        out: preallocated shards, as the result; any shape of the right size, contiguous. Written into and returned.
-        wire_dtype: dtype of what travels; by default that of the shards.
+        out: preallocated shards, as the result; any shape of the right size, contiguous, of the owner layout's
+            dtype or that of `fulls`. Written into and returned.
+        wire_dtype: floating-point dtype of what travels; by default that of the shards.
 
     Returns:
         ``{index: shard}`` of everything that this rank holds elements of, the owner's own part included, in the
@@ -126,8 +231,8 @@ def scatter_from_owner(
         `fulls`.
 
     Raises:
-        StateError: a result or `out` that is missing or of another size, or results of a dtype that a receiver
-            could not know; before anything is sent.
+        StateError: as `gather_to_owner`, and results of a dtype that a receiver could not know. Before anything is
+            sent.
 
     Source: `gather_scatter` of Megatron-FSDP v2.
 
@@ -138,25 +243,28 @@ def scatter_from_owner(
     {0: tensor([[0., 1.], [2., 3.]])}
     """
     keys, layouts, (given, targets), single = _grouped(owner_layout, ("fulls", fulls), ("out", out))
+    check_wire(wire_dtype)
     if not layouts:
         return {}
-    dtypes: list[torch.dtype | None] = [None] * len(layouts)
+    assert given is not None
+    own = _check_values("fulls", given, [layout.owned for layout in layouts], layouts, wire_dtype)
+    told: list[torch.dtype | None] = [None] * len(layouts)
     if targets is not None:
-        _check_out(targets, [{i: piece.size for i, piece in layout.mine.items()} for layout in layouts])
-        dtypes = [next((tensor.dtype for tensor in mine.values()), None) for mine in targets]
+        sizes = [{i: piece.size for i, piece in layout.mine.items()} for layout in layouts]
+        told = _check_out(targets, sizes, layouts, [[layout.dtype for layout in layouts], own])
     sets = by_ranks(layouts)
-    if len(sets) > 1:
-        for number, layout in enumerate(layouts):
-            flat_fulls(layout, {} if given is None else given[number], "fulls")
+    if len(sets) > 1:  # refuse what is wrong with any before the first is sent
+        flat = [flat_fulls(layout, mine, "fulls") for layout, mine in zip(layouts, given, strict=True)]
+        scatter_dtypes(layouts, given, flat, wire_dtype, told)
     pendings = []
     for numbers in sets:
-        some = tuple(layouts[number] for number in numbers)
-        mine = [{} if given is None else given[number] for number in numbers]
-        pendings.append(launch_scatter(some, mine, wire_dtype, [dtypes[number] for number in numbers], route_of(some)))
+        some, mine = tuple(layouts[number] for number in numbers), [given[number] for number in numbers]
+        theirs = [told[number] for number in numbers]
+        pendings.append(launch_scatter(some, mine, wire_dtype, theirs, route_of(some)))
     found: dict[tuple[int, int], torch.Tensor] = {}
-    told: dict[int, torch.dtype] = {}
+    known: dict[int, torch.dtype] = {}
     for numbers, pending in zip(sets, pendings, strict=True):
-        told.update(zip(numbers, pending.dtypes, strict=True))
+        known.update(zip(numbers, pending.dtypes, strict=True))
         found.update({(numbers[position], index): flat for (position, index), flat in pending.wait().items()})
     by_group: list[dict[int, torch.Tensor]] = []
     for number, layout in enumerate(layouts):
@@ -166,7 +274,7 @@ def scatter_from_owner(
             collectives.copy_many([targets[number][index].view(-1) for index in mine], list(mine.values()))
             by_group.append({index: targets[number][index] for index in mine})
         else:
-            dtype = told[number]
+            dtype = known[number]
             shapes = {index: layout.layout.local_shape(index, rank) for index in mine}
             by_group.append({index: flat.to(dtype).view(shapes[index]) for index, flat in mine.items()})
     return by_group[0] if single else dict(zip(keys, by_group, strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import reduction, tree
+from .checks import check_flag
 from .errors import StateError, bad
 from .spec import ShardSpec
 from .state import NOTHING, ShardState, Stage, check_state, with_main
@@ -37,6 +38,7 @@ def reduce(
     """
     if not isinstance(spec, ShardSpec):
         raise StateError(bad("spec", f"a {type(spec).__name__}", "a ShardSpec", "pass the plan: state.spec"))
+    check_flag("is_last_microbatch", is_last_microbatch)
     leaves = tree.flatten_like(spec.template, grads, "grads", spec.namespace)
     by_group = _grads_by_group(leaves, spec)
     if into is not None:

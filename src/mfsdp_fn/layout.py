@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .checks import is_integer, shown
 from .errors import LayoutError, bad
 from .ranges import Range
 
@@ -90,11 +91,11 @@ class GlobalLayout:
         Raises:
             LayoutError: there is no such rank.
         """
-        if not 0 <= rank < self.dp_size:
+        if not is_integer(rank) or not 0 <= rank < self.dp_size:
             raise LayoutError(
                 bad(
                     "rank",
-                    rank,
+                    shown(rank),
                     f"a rank of this layout, 0 <= rank < {self.dp_size}",
                     "pass the rank inside the mesh axis that the layout is for, not the global rank",
                 )
@@ -113,11 +114,11 @@ class GlobalLayout:
         Raises:
             LayoutError: there is no such tensor.
         """
-        if not 0 <= index < len(self.tensor_shapes):
+        if not is_integer(index) or not 0 <= index < len(self.tensor_shapes):
             raise LayoutError(
                 bad(
                     "index",
-                    index,
+                    shown(index),
                     f"a tensor of this layout, 0 <= index < {len(self.tensor_shapes)}",
                     "pass the tensor's position in the shapes that the layout was built from",
                 )

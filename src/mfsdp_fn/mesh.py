@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from .checks import is_integer, shown
 from .errors import PlanError, bad
 
 
@@ -71,9 +72,11 @@ def check_abstract_mesh(mesh: AbstractMesh) -> None:
                 'write AbstractMesh((2,), ("dp",))',
             )
         )
-    if not mesh.shape or any(size < 1 for size in mesh.shape):
+    if not mesh.shape or not all(is_integer(size) and size > 0 for size in mesh.shape):
         raise PlanError(bad("mesh.shape", mesh.shape, "one or more positive axis sizes", "give each axis its size"))
     if len(mesh.names) != len(mesh.shape):
         raise PlanError(bad("mesh.names", mesh.names, f"{len(mesh.shape)} names", "name each axis"))
-    if not 0 <= mesh.rank < mesh.size():
-        raise PlanError(bad("mesh.rank", mesh.rank, f"a rank in [0, {mesh.size()})", "give a rank of that mesh"))
+    if not all(isinstance(name, str) for name in mesh.names):
+        raise PlanError(bad("mesh.names", shown(mesh.names), "strings", 'write ("dp",)'))
+    if not is_integer(mesh.rank) or not 0 <= mesh.rank < mesh.size():
+        raise PlanError(bad("mesh.rank", shown(mesh.rank), f"a rank in [0, {mesh.size()})", "give a rank of that mesh"))

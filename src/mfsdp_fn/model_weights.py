@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .buffer import PendingGather, launch_gather
+from .checks import check_flag
 from .errors import StateError, bad
 from .group import GroupSpec
 from .state import ShardState, Stage, check_state
@@ -25,6 +26,7 @@ def sync_model_weights(state: ShardState, *, donate: bool = False) -> ShardState
         StateError: not a finished state.
     """
     check_state(state, "state")
+    check_flag("donate", donate)
     if state.stage is not Stage.FINAL:
         raise StateError(bad("state", "accumulating gradients", "weights", "pass the state of weights"))
     compute: list[torch.Tensor | None] = []

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .checks import shown
 from .errors import StateError, bad
 from .rewiring import Rewiring
 from .spec import ShardSpec
@@ -26,9 +27,11 @@ from .unsharding import gather_values
 def params_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """The module's parameters by name, tied ones under each of their names: a tree for `plan` and `shard`.
 
-    >>> list(params_of(nn.Linear(2, 3)))
+    >>> import torch
+    >>> list(params_of(torch.nn.Linear(2, 3)))
     ['weight', 'bias']
     """
+    _check_module(module)
     return dict(module.named_parameters(remove_duplicate=False))
 
 
@@ -61,13 +64,19 @@ def functional_call(
     True
     """
     check_state(state, "state")
-    if not isinstance(module, nn.Module):
-        raise StateError(bad("module", f"a {type(module).__name__}", "an nn.Module", "pass the module itself"))
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise StateError(bad("kwargs", f"a {type(kwargs).__name__}", "a dict or None", 'write {"name": value}'))
+    _check_module(module)
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise StateError(
+            bad("kwargs", f"a {type(kwargs).__name__}", "a dict with names as keys, or None", 'write {"name": value}')
+        )
     if not isinstance(args, (tuple, list)):
         raise StateError(bad("args", f"a {type(args).__name__}", "a tuple", "write (x,) for one argument"))
     return _Run(module, state).take(module)(*args, **(kwargs or {}))
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise StateError(bad("module", shown(module), "an nn.Module", "pass the module itself"))
 
 
 class _Run:
@@ -125,6 +134,8 @@ class _Run:
         attributes["_parameters"] = _Parameters(
             self, {key: None if p is None else self.leaf_of[prefix + key] for key, p in original._parameters.items()}
         )
+        if type(original).get_parameter is nn.Module.get_parameter:
+            attributes["get_parameter"] = _weak_method(skeleton, _get_parameter)
         skeleton.__dict__ = attributes
         if units or late:
             attributes["forward"] = self._scoped(skeleton, attributes.get("forward"), units, late, prefix)
@@ -179,6 +190,14 @@ def _weak_method(skeleton: nn.Module, function: Callable[..., Any]) -> Callable[
     """`function` bound to a skeleton that holds the result: whoever calls it keeps the skeleton alive."""
     ref = weakref.ref(skeleton)
     return lambda *args, **kwargs: function(ref(), *args, **kwargs)
+
+
+def _get_parameter(skeleton: nn.Module, target: str) -> Any:
+    """As `nn.Module.get_parameter`, which insists on an `nn.Parameter`."""
+    path, _, name = target.rpartition(".")
+    parameter = skeleton.get_submodule(path)._parameters.get(name)
+    # Of what is no parameter torch itself shall say so.
+    return nn.Module.get_parameter(skeleton, target) if parameter is None else parameter
 
 
 class _Parameters(dict[str, Any]):

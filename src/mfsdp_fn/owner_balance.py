@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from .checks import as_number, check_function, check_mapping, is_integer, shown
 from .errors import PlanError, bad
 from .layout import GlobalLayout
 
@@ -26,6 +28,8 @@ def select_ge_2d_params(param: torch.Tensor) -> bool:
     >>> select_ge_2d_params(torch.empty(2, 3)), select_ge_2d_params(torch.empty(3))
     (True, False)
     """
+    if not isinstance(param, torch.Tensor):
+        raise PlanError(bad("param", shown(param), "a tensor", "a meta tensor of its shape will do"))
     return param.ndim >= 2
 
 
@@ -49,10 +53,12 @@ def ns_cost_fn(num_ns_steps: int) -> Callable[[torch.Size], int]:
     >>> ns_cost_fn(5)(torch.Size([4, 3, 2]))
     504
     """
-    if isinstance(num_ns_steps, bool) or not isinstance(num_ns_steps, int) or num_ns_steps < 1:
-        raise PlanError(bad("num_ns_steps", repr(num_ns_steps), "a positive integer", "Muon's own default is 5"))
+    if not is_integer(num_ns_steps) or num_ns_steps < 1:
+        raise PlanError(bad("num_ns_steps", shown(num_ns_steps), "a positive integer", "Muon's own default is 5"))
 
     def cost(shape: torch.Size) -> int:
+        if not isinstance(shape, (tuple, list)) or not all(is_integer(n) and n >= 0 for n in shape):
+            raise PlanError(bad("shape", shown(shape), "a tensor's shape", "write torch.Size((4, 3))"))
         rows, cols = (shape[0] if shape else 1), math.prod(shape[1:])
         return rows * cols * (min(rows, cols) * num_ns_steps + 1)
 
@@ -81,24 +87,58 @@ def works_of(
     Raises:
         PlanError: a cost that isn't a positive number.
     """
-    cost_fn = cost_fn or ns_cost_fn(5)
+    cost_fn = checked_cost_fn(cost_fn)
     works = []
     for index in sorted(set(tensor_indices), key=lambda i: (layout.tensor_range(i).start, i)):
         candidates = tuple(ranks[rank] for rank in holders(layout, index))
         if not candidates:  # without elements nobody holds it, and there is nothing to compute
             continue
-        cost = cost_fn(layout.tensor_shapes[index])
-        if not cost > 0 or math.isinf(cost):
+        works.append(OwnerWork(index, cost_fn(layout.tensor_shapes[index]), candidates))
+    return works
+
+
+def checked_cost_fn(cost_fn: Any) -> CostFn:
+    """`cost_fn`, or Newton-Schulz with five iterations for None, as a function whose costs are positive numbers.
+
+    Raises:
+        PlanError: not a function; and by the function, a cost that isn't a positive number.
+    """
+    if cost_fn is None:
+        return ns_cost_fn(5)
+    check_function("cost_fn", cost_fn, "lambda shape: shape.numel()", PlanError)
+
+    def cost(shape: torch.Size) -> float:
+        found = cost_fn(shape)
+        if not 0 < (number := as_number(found)) < math.inf:
             raise PlanError(
                 bad(
                     "cost_fn",
-                    f"{cost!r} for shape {tuple(layout.tensor_shapes[index])}",
+                    f"{shown(found)} for shape {tuple(shape)}",
                     "a positive number",
                     "return a cost of at least 1, or leave the tensor out with `eligible_fn`",
                 )
             )
-        works.append(OwnerWork(index, cost, candidates))
-    return works
+        return number
+
+    return cost
+
+
+def checked_loads(loads: Any) -> dict[int, float]:
+    """A copy of `initial_loads`; of None an empty dict.
+
+    Raises:
+        PlanError: not loads by rank.
+    """
+    if loads is None:
+        return {}
+    expected, fix = "loads by global rank", "pass what owner_loads returned, or {0: 1000.0}"
+    check_mapping("initial_loads", loads, expected, fix, PlanError)
+    for rank, load in loads.items():
+        if not is_integer(rank) or rank < 0 or not 0 <= as_number(load) < math.inf:
+            raise PlanError(
+                bad("initial_loads", f"{shown(load)} for rank {shown(rank)}", f"{expected}, finite and >= 0", fix)
+            )
+    return dict(loads)
 
 
 def greedy(works: Sequence[OwnerWork], loads: dict[int, float]) -> dict[int, int]:

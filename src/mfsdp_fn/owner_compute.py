@@ -11,10 +11,22 @@ from typing import Any
 import torch
 
 from . import collectives
+from .checks import check_flag, check_function, check_mapping, is_integer, shown
 from .errors import StateError, bad
+from .gather_scatter import check_wire
 from .group import GroupSpec
-from .owner_exchange import PendingGather, PendingScatter, Route, by_ranks, launch_gather, launch_scatter, route_of
+from .owner_exchange import (
+    PendingGather,
+    PendingScatter,
+    Route,
+    by_ranks,
+    communicators_of,
+    launch_gather,
+    launch_scatter,
+    route_of,
+)
 from .owner_layout import GroupOwnerLayout
+from .placement import sharded_axes
 from .state import ShardState, Stage, check_state, with_main
 
 WholeFn = Callable[[torch.Tensor], torch.Tensor]
@@ -39,13 +51,19 @@ class Schedule:
     buckets: tuple[_Bucket, ...]
 
 
-@functools.lru_cache(maxsize=64)
 def schedule_of(layouts: tuple[GroupOwnerLayout, ...], buckets: int) -> Schedule:
     """A schedule with the tensors that straddle ranks in `buckets` exchanges, each owner's spread evenly over them.
 
-    From the layouts alone, so that every rank makes the same exchanges. Layouts over other ranks (meshes by unit)
-    have buckets of their own.
+    From the layouts alone, so that every rank makes the same exchanges. Computed once for a set of layouts. Layouts
+    over other ranks (meshes by unit) have buckets of their own.
     """
+    return _schedule_of(layouts, buckets, communicators_of(layouts))
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule_of(
+    layouts: tuple[GroupOwnerLayout, ...], buckets: int, communicators: tuple[str | None, ...]
+) -> Schedule:
     local = [
         (number, index)
         for number, layout in enumerate(layouts)
@@ -119,11 +137,7 @@ def map_owned(
     def run(fulls: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
         results = evaluate(list(fulls.values())) if fulls else []
         for (place, full), result in zip(fulls.items(), results, strict=True):
-            if not isinstance(result, torch.Tensor) or result.shape != full.shape:
-                got = tuple(result.shape) if isinstance(result, torch.Tensor) else repr(result)
-                raise StateError(
-                    bad("fn", f"a result {got} for tensor {place[1]}", f"a tensor {tuple(full.shape)}", "keep shapes")
-                )
+            _check_result(result, full, f"tensor {place[1]}")
         return dict(zip(fulls, results, strict=True))
 
     try:
@@ -161,6 +175,22 @@ def _finish(
     write({(bucket.numbers[position], index): flat for (position, index), flat in scatter.wait().items()})
 
 
+def _check_result(result: Any, full: torch.Tensor, what: str) -> None:
+    fits = isinstance(result, torch.Tensor) and result.shape == full.shape and result.device == full.device
+    if not fits or result.layout is not torch.strided or not _is_castable(result.dtype, full.dtype):
+        on = f" on {result.device}" if isinstance(result, torch.Tensor) and result.device != full.device else ""
+        raise StateError(
+            bad("fn", f"a result that is {shown(result)}{on} for {what}", f"{shown(full)}", "keep shape and device")
+        )
+
+
+def _is_castable(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """As `torch.can_cast`, which compilers can't trace."""
+    if dtype.is_complex:
+        return to.is_complex
+    return not dtype.is_floating_point or to.is_floating_point or to.is_complex
+
+
 def one_by_one(fn: WholeFn) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     """`fn` on each tensor."""
     return lambda fulls: [fn(full) for full in fulls]
@@ -177,11 +207,7 @@ def in_batches(fn: WholeFn) -> Callable[[list[torch.Tensor]], list[torch.Tensor]
         for positions in alike.values():
             stack = torch.stack([fulls[position] for position in positions])
             done = fn(stack)
-            if not isinstance(done, torch.Tensor) or done.shape != stack.shape:
-                got = tuple(done.shape) if isinstance(done, torch.Tensor) else repr(done)
-                raise StateError(
-                    bad("fn", f"a result {got} for a batch", f"a tensor {tuple(stack.shape)}", "keep shapes")
-                )
+            _check_result(done, stack, "a batch")
             for position, result in zip(positions, done.unbind(), strict=True):
                 results[position] = result
         return results
@@ -204,9 +230,9 @@ def owner_map(
 
     Args:
         fn: ``full -> full`` of one shape and device; it must not write to its argument. It may return another
-            dtype, which is cast to the state's.
+            dtype, which is cast to the state's; not a complex one, nor a floating-point one for integers.
         batched: call ``fn`` once for all tensors of a shape that are ready together, stacked: ``(k, *shape)``.
-        wire_dtype: dtype of what travels, both ways; by default the state's own.
+        wire_dtype: floating-point dtype of what travels, both ways; by default the state's own.
         buckets: into how many exchanges the straddling tensors go; with more than one, an exchange runs beside the
             evaluation of another.
 
@@ -215,7 +241,9 @@ def owner_map(
         `plan_owners(spec)` returned. The result has no compute weights.
 
     Raises:
-        StateError: not a finished state, owners of another plan, or a result of another shape (naming `fn`).
+        MfsdpError: a bad option, by name.
+        StateError: not a finished state, owners of another plan or other ranks, or a result that isn't as `fn`'s must
+            be.
 
     >>> import torch, mfsdp_fn as mf
     >>> from mfsdp_fn.owner_planning import plan_owners
@@ -225,8 +253,11 @@ def owner_map(
     >>> doubled.main[0]
     tensor([2., 2., 2., 2., 1., 1.])
     """
-    if isinstance(buckets, bool) or not isinstance(buckets, int) or buckets < 1:
-        raise StateError(bad("buckets", repr(buckets), "a positive integer", "1 makes one exchange each way"))
+    check_function("fn", fn, "owner_map(torch.neg)")
+    check_flag("batched", batched)
+    check_wire(wire_dtype)
+    if not is_integer(buckets) or buckets < 1:
+        raise StateError(bad("buckets", shown(buckets), "a positive integer", "1 makes one exchange each way"))
     evaluate = in_batches(fn) if batched else one_by_one(fn)
 
     def mapped(state: ShardState, owners: Mapping[GroupSpec, GroupOwnerLayout]) -> ShardState:
@@ -235,6 +266,8 @@ def owner_map(
             raise StateError(
                 bad("state", "accumulating gradients", "a finished state", "call finish_grad_sync(grads) first")
             )
+        fix = "use plan_owners(state.spec)"
+        check_mapping("owners", owners, "owner layouts by group", fix, StateError)
         numbers = [_number(state, group, layout) for group, layout in owners.items()]
         main = [main.clone() for main in state.main]  # all: a result that shares buffers could be changed by donation
         sources = [state.main[number] for number in numbers]
@@ -249,12 +282,20 @@ def owner_map(
 
 def _number(state: ShardState, group: GroupSpec, layout: GroupOwnerLayout) -> int:
     groups = state.spec.groups
-    number = getattr(group, "number", len(groups))
+    number = group.number if isinstance(group, GroupSpec) else len(groups)
     if number >= len(groups) or groups[number] != group or not isinstance(layout, GroupOwnerLayout):
         raise StateError(
-            bad("owners", f"an entry for {getattr(group, 'name', group)!r}", "owners of the state's plan", "plan again")
+            bad(
+                "owners",
+                f"an entry for {getattr(group, 'name', shown(group))!r}",
+                "owners of the state's plan",
+                "plan again",
+            )
         )
-    if layout.layout.rank_to_offset != group.layout.rank_to_offset:
+    mesh, axes = groups[number].mesh, sharded_axes(group.placements.optimizer)
+    # Plans over other ranks compare equal.
+    elsewhere = layout.mesh is not mesh and layout.ranks != collectives.ranks_of(mesh, axes)
+    if layout.layout.rank_to_offset != group.layout.rank_to_offset or elsewhere:
         raise StateError(
             bad("owners", f"another layout of {group.name!r}", "owners of the state's plan", "use plan_owners(spec)")
         )

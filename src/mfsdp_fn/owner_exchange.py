@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from . import collectives
 from .errors import StateError, bad
+from .labels import labelled
 from .owner_layout import GroupOwnerLayout
-from .owner_packing import flat_fulls, flat_shards
+from .owner_packing import empty_full, flat_fulls, flat_shards
 
 Tensors = Mapping[int, torch.Tensor]
 
@@ -38,6 +40,11 @@ class Route:
     peers: collectives.Peers
 
 
+def communicators_of(layouts: Sequence[GroupOwnerLayout]) -> tuple[str | None, ...]:
+    """By name, what layouts exchange over: equal layouts of a process group's next life have others."""
+    return tuple(layout.peers.group for layout in layouts)
+
+
 def by_ranks(layouts: Sequence[GroupOwnerLayout]) -> list[tuple[int, ...]]:
     """Positions of the layouts over the same ranks: those share an exchange. In one order on every rank."""
     found: dict[tuple[int, ...], list[int]] = {}
@@ -46,9 +53,13 @@ def by_ranks(layouts: Sequence[GroupOwnerLayout]) -> list[tuple[int, ...]]:
     return [tuple(numbers) for numbers in found.values()]
 
 
-@functools.lru_cache(maxsize=256)
 def route_of(layouts: tuple[GroupOwnerLayout, ...]) -> Route:
     """Computed once for a set of layouts, from integers alone: every rank finds the same `moves`."""
+    return _route_of(layouts, communicators_of(layouts))
+
+
+@functools.lru_cache(maxsize=256)
+def _route_of(layouts: tuple[GroupOwnerLayout, ...], communicators: tuple[str | None, ...]) -> Route:
     first = layouts[0]
     for layout in layouts:
         if layout.ranks != first.ranks:
@@ -81,7 +92,8 @@ def _launch(
     send: Sequence[tuple[int, int]],
     receive: Sequence[tuple[int, int]],
     route: Route,
-    device: torch.device,
+    layouts: Sequence[GroupOwnerLayout],
+    phase: str,
 ) -> collectives.PendingCollective | None:
     """Launch the exchange of flat parts, ordered by peer; `send` and `receive` are (peer, bytes)."""
     if not route.moves:
@@ -91,12 +103,22 @@ def _launch(
         for peer, nbytes in pairs:
             row[peer] += nbytes
     if not parts:
-        wire = torch.empty(0, dtype=torch.uint8, device=device)
+        wire = torch.empty(0, dtype=torch.uint8, device=collectives.device_of(layouts[0].mesh))
     elif len({part.dtype for part in parts}) == 1 and len(set(wires)) == 1:
         wire = torch.cat(tuple(parts)).to(wires[0]).view(torch.uint8)
     else:
         wire = torch.cat([part.to(dtype).view(torch.uint8) for part, dtype in zip(parts, wires, strict=True)])
-    return collectives.all_to_all(wire, sizes[1], sizes[0], route.peers)
+    with labelled("launch owner exchange", _subject(layouts), phase):
+        return collectives.all_to_all(wire, sizes[1], sizes[0], route.peers)
+
+
+def _finish(pending: collectives.PendingCollective, layouts: Sequence[GroupOwnerLayout], phase: str) -> torch.Tensor:
+    with labelled("wait for owner exchange", _subject(layouts), phase):
+        return pending.wait()
+
+
+def _subject(layouts: Sequence[GroupOwnerLayout]) -> str:
+    return "of 1 group" if len(layouts) == 1 else f"of {len(layouts)} groups"
 
 
 def _cut(wire: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
@@ -110,11 +132,17 @@ def _cut(wire: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[t
     return parts
 
 
+def _values(flat: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Detached: a view of a leaf requires grad as the leaf does, also when it is made under `torch.no_grad`."""
+    return {index: tensor.detach() if tensor.requires_grad else tensor for index, tensor in flat.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class PendingGather:
     """A launched `gather_to_owner`; `wait` gives the full tensors by place."""
 
     layouts: tuple[GroupOwnerLayout, ...]
+    given: Sequence[Tensors]
     shards: tuple[dict[int, torch.Tensor], ...]
     wires: tuple[torch.dtype, ...]
     route: Route
@@ -125,7 +153,10 @@ class PendingGather:
         received: dict[tuple[Place, int], torch.Tensor] = {}
         if self.pending is not None:
             theirs = self.route.theirs
-            parts = _cut(self.pending.wait(), [(size, self.wires[place[0]]) for _, place, _, size in theirs])
+            parts = _cut(
+                _finish(self.pending, self.layouts, "gather"),
+                [(size, self.wires[place[0]]) for _, place, _, size in theirs],
+            )
             received = {(place, start): part for (_, place, start, _), part in zip(theirs, parts, strict=True)}
         fulls = {}
         for number, layout in enumerate(self.layouts):
@@ -133,13 +164,12 @@ class PendingGather:
             for index in layout.owned:
                 place, pieces = (number, index), layout.pieces[index]
                 parts = [own[index] if piece.rank == me else received[place, piece.start] for piece in pieces]
-                if out is not None:
+                if out is not None and index in out[number]:
                     fulls[place] = out[number][index]
                     flat = fulls[place].view(-1)
                     collectives.copy_many([flat.narrow(0, piece.start, piece.size) for piece in pieces], parts)
                 elif not parts:
-                    shape, device = layout.layout.tensor_shapes[index], collectives.device_of(layout.mesh)
-                    fulls[place] = torch.empty(shape, dtype=layout.dtype, device=device)
+                    fulls[place] = empty_full(layout, index, self.given[number], own)
                 else:
                     parts = [part.to(own[index].dtype) for part in parts]
                     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -151,14 +181,14 @@ def launch_gather(
     layouts: tuple[GroupOwnerLayout, ...], shards: Sequence[Tensors], wire_dtype: torch.dtype | None, route: Route
 ) -> PendingGather:
     """Launch the gather of several groups; see `gather_to_owner`. `route` is ``route_of(layouts)``."""
-    flat = tuple(flat_shards(layout, mine, "shards") for layout, mine in zip(layouts, shards, strict=True))
+    flat = tuple(_values(flat_shards(layout, mine, "shards")) for layout, mine in zip(layouts, shards, strict=True))
     wires = tuple(wire_dtype or next((s.dtype for s in mine.values()), torch.uint8) for mine in flat)
     parts = [flat[number][index] for _, (number, index), _ in route.mine]
     going = [wires[number] for _, (number, _), _ in route.mine]
     send = [(peer, size * wires[place[0]].itemsize) for peer, place, size in route.mine]
     receive = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
-    device = collectives.device_of(layouts[0].mesh)
-    return PendingGather(layouts, flat, wires, route, _launch(parts, going, send, receive, route, device))
+    pending = _launch(parts, going, send, receive, route, layouts, "gather")
+    return PendingGather(layouts, shards, flat, wires, route, pending)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +207,39 @@ class PendingScatter:
         found: dict[Place, torch.Tensor] = {}
         if self.pending is not None:
             mine = self.route.mine
-            parts = _cut(self.pending.wait(), [(size, self.wires[place[0]]) for _, place, size in mine])
+            parts = _cut(
+                _finish(self.pending, self.layouts, "scatter"),
+                [(size, self.wires[place[0]]) for _, place, size in mine],
+            )
             found = {place: part for (_, place, _), part in zip(mine, parts, strict=True)}
         for number, layout in enumerate(self.layouts):
             for index, full in self.fulls[number].items():
                 piece = layout.mine[index]
                 found[number, index] = full.narrow(0, piece.start, piece.size)
         return found
+
+
+def scatter_dtypes(
+    layouts: Sequence[GroupOwnerLayout],
+    fulls: Sequence[Tensors],
+    flat: Sequence[Mapping[int, torch.Tensor]],
+    wire_dtype: torch.dtype | None,
+    dtypes: Sequence[torch.dtype | None],
+) -> list[torch.dtype]:
+    """The dtype of each group's scattered shards.
+
+    Raises:
+        StateError: nothing tells it, or a receiver could not know it.
+    """
+    known = [
+        told or layout.dtype or _dtype_of(layout, given, mine)
+        for layout, given, mine, told in zip(layouts, fulls, flat, dtypes, strict=True)
+    ]
+    if wire_dtype is None:
+        for layout, told, dtype in zip(layouts, dtypes, known, strict=True):
+            if told is None and layout.dtype is None:
+                _check_told(layout, dtype)
+    return known
 
 
 def launch_scatter(
@@ -194,32 +250,46 @@ def launch_scatter(
     route: Route,
 ) -> PendingScatter:
     """Launch the scatter of several groups; see `scatter_from_owner`. `dtypes` are those of `out`, where given."""
-    flat = tuple(flat_fulls(layout, mine, "fulls") for layout, mine in zip(layouts, fulls, strict=True))
-    known = [
-        given or layout.dtype or next((full.dtype for full in mine.values()), torch.get_default_dtype())
-        for layout, mine, given in zip(layouts, flat, dtypes, strict=True)
-    ]
+    flat = tuple(_values(flat_fulls(layout, mine, "fulls")) for layout, mine in zip(layouts, fulls, strict=True))
+    known = scatter_dtypes(layouts, fulls, flat, wire_dtype, dtypes)
     wires = tuple(wire_dtype or dtype for dtype in known)
-    if wire_dtype is None:
-        for layout, mine, given in zip(layouts, flat, dtypes, strict=True):
-            _check_told(layout, mine, given)
     parts = [flat[number][index].narrow(0, start, size) for _, (number, index), start, size in route.theirs]
     going = [wires[number] for _, (number, _), _, _ in route.theirs]
     send = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
     receive = [(peer, size * wires[place[0]].itemsize) for peer, place, size in route.mine]
-    device = collectives.device_of(layouts[0].mesh)
-    return PendingScatter(
-        layouts, flat, tuple(known), wires, route, _launch(parts, going, send, receive, route, device)
-    )
+    pending = _launch(parts, going, send, receive, route, layouts, "scatter")
+    return PendingScatter(layouts, flat, tuple(known), wires, route, pending)
 
 
-def _check_told(layout: GroupOwnerLayout, fulls: Tensors, given: torch.dtype | None) -> None:
+def _dtype_of(layout: GroupOwnerLayout, given: Tensors, mine: Tensors) -> torch.dtype:
+    """The dtype of a group's results, where nothing but the results that this rank owns tells it.
+
+    Raises:
+        StateError: it owns tensors without elements only, and those are left out.
+    """
+    for full in mine.values():
+        return full.dtype
+    # Other owners count on this rank knowing, as it owns something.
+    for index in layout.owned:
+        full: Any = given.get(index)
+        if isinstance(full, torch.Tensor):
+            return full.dtype
+    if layout.owned and layout.mine:
+        raise StateError(
+            bad(
+                "fulls",
+                f"no entry for tensor {layout.owned[0]}, which has no elements but alone tells this rank the dtype",
+                "every tensor that this rank owns",
+                "add it, or pass `out`, or give GroupOwnerLayout its `dtype` (from_group and plan_owners do)",
+            )
+        )
+    return torch.get_default_dtype()
+
+
+def _check_told(layout: GroupOwnerLayout, dtype: torch.dtype) -> None:
     """Refuse a dtype that a receiver without tensors of its own could not know."""
-    if given is not None or layout.dtype is not None:
-        return
     owners = set(layout.tensor_to_owner.values())
-    strangers = [rank for _, rank in ((o, h) for h, o in layout.traffic()) if rank not in owners]
-    dtype = next((full.dtype for full in fulls.values()), torch.get_default_dtype())
+    strangers = [holder for holder, _ in layout.traffic() if holder not in owners]
     if strangers and dtype != torch.get_default_dtype():
         raise StateError(
             bad(

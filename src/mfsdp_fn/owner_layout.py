@@ -6,15 +6,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
 from . import collectives
+from .checks import check_function, is_integer, shown
 from .collectives import Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
-from .layout import GlobalLayout
-from .owner_balance import CostFn, greedy, select_ge_2d_params, works_of
+from .layout import GlobalLayout, validate_row_atomic
+from .owner_balance import CostFn, checked_loads, greedy, select_ge_2d_params, works_of
+from .owner_checks import checked_indices, checked_ranks, checked_tensor_to_owner
 from .placement import sharded_axes
 from .ranges import Range
 
@@ -44,15 +47,17 @@ class GroupOwnerLayout:
     Args:
         mesh: the device mesh over which the buffer is sharded.
         layout: the buffer's layout, participating tensors and others.
-        tensor_to_owner: participating tensor index to the owner's global rank, which must hold part of it. Not to
-            be changed afterwards.
+        tensor_to_owner: participating tensor index to the owner's global rank, which must hold part of it (any
+            of the ranks, if it has no elements). Copied.
         axes: the mesh axes that the buffer is sharded over, inner to outer; None for all of them. The first is the
             most significant digit of a shard's number.
         dtype: dtype of the tensors, for ranks that can't tell it from what they are given; see
             `scatter_from_owner`.
 
     Raises:
-        PlanError: an owner that doesn't hold part of its tensor, an unknown index, a mesh of another size.
+        PlanError: an owner that doesn't hold part of its tensor, an unknown index, a mesh of another size, or an
+            argument that is not as described.
+        LayoutError: a layout whose parts don't fit together.
 
     >>> from mfsdp_fn import AbstractMesh, build_for_row_atomic
     >>> layout = build_for_row_atomic([(6, 4), (4, 4)], 2)
@@ -71,14 +76,19 @@ class GroupOwnerLayout:
 
     def __post_init__(self) -> None:
         ranks = checked_ranks(self.mesh, self.layout, self.axes)
-        checked_indices(self.layout, self.tensor_to_owner, "tensor_to_owner")
+        validate_row_atomic(self.layout)
+        checked_tensor_to_owner(self.layout, self.tensor_to_owner)
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise PlanError(bad("dtype", shown(self.dtype), "a torch.dtype or None", "write torch.float32, say"))
+        # The caller's dict may change; what was computed from it would not.
+        object.__setattr__(self, "tensor_to_owner", dict(self.tensor_to_owner))
         for index, owner in self.tensor_to_owner.items():
             held = [piece.rank for piece in self.pieces[index]]
-            if owner not in (held or ranks):
+            if not is_integer(owner) or owner not in (held or ranks):
                 raise PlanError(
                     bad(
                         "tensor_to_owner",
-                        f"owner {owner!r} for tensor {index}",
+                        f"owner {shown(owner)} for tensor {index}",
                         f"one of the global ranks that hold part of it, {held or list(ranks)}",
                         "use assign_owner_work or plan_owners, which choose among the holders",
                     )
@@ -104,11 +114,16 @@ class GroupOwnerLayout:
             eligible_fn: whether a tensor takes part, asked with a meta tensor; by default those with two
                 dimensions or more.
             initial_loads: as in `assign_owner_work`.
+
+        Raises:
+            PlanError: not a group, or as in `assign_owner_work`.
         """
+        if not isinstance(group, GroupSpec):
+            raise PlanError(bad("group", shown(group), "a GroupSpec", "take one of spec.groups"))
         axes = sharded_axes(group.placements.optimizer)
         ranks = checked_ranks(group.mesh, group.layout, axes)
         works = works_of(group.layout, ranks, eligible(group, eligible_fn), cost_fn)
-        return made(group, group.layout, greedy(works, dict(initial_loads or {})))
+        return made(group, group.layout, greedy(works, checked_loads(initial_loads)))
 
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
@@ -196,7 +211,7 @@ class GroupOwnerLayout:
 
     def only(self, indices: Iterable[int]) -> GroupOwnerLayout:
         """The same layout with these participating tensors only."""
-        kept = frozenset(indices)
+        kept = frozenset(checked_indices(self.layout, indices, "indices"))
         return dataclasses.replace(
             self, tensor_to_owner={i: owner for i, owner in self.tensor_to_owner.items() if i in kept}
         )
@@ -204,9 +219,18 @@ class GroupOwnerLayout:
 
 def eligible(group: GroupSpec, eligible_fn: EligibleFn | None) -> list[int]:
     """Indices of the group's tensors that take part."""
-    asks = eligible_fn or select_ge_2d_params
-    shapes = enumerate(group.layout.tensor_shapes)
-    return [index for index, shape in shapes if asks(torch.empty(shape, dtype=group.dtype, device="meta"))]
+    asks: Callable[[torch.Tensor], Any] = select_ge_2d_params if eligible_fn is None else eligible_fn
+    check_function("eligible_fn", asks, "lambda tensor: tensor.ndim == 2", PlanError)
+    chosen = []
+    for index, shape in enumerate(group.layout.tensor_shapes):
+        answer = asks(torch.empty(shape, dtype=group.dtype, device="meta"))
+        if not isinstance(answer, bool):
+            raise PlanError(
+                bad("eligible_fn", f"{shown(answer)} for {group.paths[index]!r}", "True or False", "return a bool")
+            )
+        if answer:
+            chosen.append(index)
+    return chosen
 
 
 def made(group: GroupSpec, layout: GlobalLayout, tensor_to_owner: dict[int, int]) -> GroupOwnerLayout:
@@ -215,45 +239,6 @@ def made(group: GroupSpec, layout: GlobalLayout, tensor_to_owner: dict[int, int]
     owners = GroupOwnerLayout(group.mesh, layout, tensor_to_owner, axes, group.dtypes.main)
     _ = owners.peers  # a new communicator, if one is needed, comes about here and not inside a step
     return owners
-
-
-def checked_ranks(mesh: Mesh, layout: GlobalLayout, axes: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The ranks that share the buffer, in its order.
-
-    Raises:
-        PlanError: not as many as the layout has.
-    """
-    ranks = collectives.ranks_of(mesh, axes)
-    if len(ranks) != layout.dp_size:
-        raise PlanError(
-            bad(
-                "mesh",
-                f"{len(ranks)} ranks that share the buffer",
-                f"the layout's {layout.dp_size}",
-                "pass the sub-mesh, or the `axes`, over which the buffer is sharded",
-            )
-        )
-    return ranks
-
-
-def checked_indices(layout: GlobalLayout, indices: Iterable[int], argument: str) -> list[int]:
-    """The tensor indices, as a list.
-
-    Raises:
-        PlanError: one that the layout doesn't have.
-    """
-    found = list(indices)
-    for index in found:
-        if not isinstance(index, int) or not 0 <= index < len(layout.tensor_shapes):
-            raise PlanError(
-                bad(
-                    argument,
-                    f"tensor {index!r}",
-                    f"indices of the layout's {len(layout.tensor_shapes)} tensors",
-                    "count tensors as layout.tensor_shapes does",
-                )
-            )
-    return found
 
 
 def split_layout(layout: GlobalLayout, sizes: Mapping[int, tuple[int, ...]]) -> tuple[GlobalLayout, tuple[int, ...]]:

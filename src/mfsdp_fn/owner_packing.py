@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from . import collectives
+from .checks import check_mapping, is_integer, shown
 from .errors import StateError, bad
 from .layout import GlobalLayout
 from .owner_layout import GroupOwnerLayout
@@ -17,8 +20,9 @@ from .ranges import Range
 
 
 def _flat(tensor: torch.Tensor, size: int, argument: str, index: int) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor) or tensor.numel() != size:
-        got = f"{tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+    strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    if not strided or tensor.numel() != size:
+        got = f"{tuple(tensor.shape)}" if strided else shown(tensor)
         raise StateError(
             bad(argument, f"{got} for tensor {index}", f"a tensor of {size} elements", "see the layout's local_shape")
         )
@@ -31,6 +35,7 @@ def flat_shards(owners: GroupOwnerLayout, shards: Mapping[int, torch.Tensor], ar
     Raises:
         StateError: a shard that is missing or of another size.
     """
+    check_mapping(argument, shards, "tensors by index", "write {0: shard}", StateError)
     found = {}
     for index, piece in owners.mine.items():
         if index not in shards:
@@ -41,12 +46,24 @@ def flat_shards(owners: GroupOwnerLayout, shards: Mapping[int, torch.Tensor], ar
     return found
 
 
+def empty_full(
+    owners: GroupOwnerLayout, index: int, given: Mapping[int, torch.Tensor], flat: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """A whole tensor without elements, of the dtype and device of what was given for it, or else of the others."""
+    shape = owners.layout.tensor_shapes[index]
+    for known in (given.get(index), *flat.values()):
+        if isinstance(known, torch.Tensor):
+            return known.new_empty(shape)
+    return torch.empty(shape, dtype=owners.dtype, device=collectives.device_of(owners.mesh))
+
+
 def flat_fulls(owners: GroupOwnerLayout, fulls: Mapping[int, torch.Tensor], argument: str) -> dict[int, torch.Tensor]:
     """The flat full tensors that this rank owns; views where they are contiguous.
 
     Raises:
         StateError: one that is missing or of another size.
     """
+    check_mapping(argument, fulls, "tensors by index", "write {0: full}", StateError)
     found = {}
     for index in owners.owned:
         size = owners.layout.tensor_range(index).size
@@ -58,6 +75,23 @@ def flat_fulls(owners: GroupOwnerLayout, fulls: Mapping[int, torch.Tensor], argu
             )
         found[index] = _flat(fulls[index], size, argument, index)
     return found
+
+
+def _check_layout(owner_layout: Any) -> None:
+    if not isinstance(owner_layout, GroupOwnerLayout):
+        raise StateError(
+            bad("owner_layout", shown(owner_layout), "a GroupOwnerLayout", "make one with from_group or plan_owners")
+        )
+
+
+def _check_received(buffers: Any, sizes: Mapping[int, int]) -> None:
+    """Refuse received buffers that are not what the plan says."""
+    check_mapping("recv_buffers", buffers, "flat buffers by source rank", "receive recv_sizes elements", StateError)
+    for rank, size in sizes.items():
+        buffer = buffers.get(rank)
+        if not isinstance(buffer, torch.Tensor) or buffer.shape != (size,):
+            got = f"{'nothing' if buffer is None else shown(buffer)} from rank {rank}"
+            raise StateError(bad("recv_buffers", got, f"a flat tensor of {size} elements", "see recv_sizes"))
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -111,6 +145,7 @@ class OwnerGatherPlan:
         Raises:
             StateError: a shard that is missing or of another size.
         """
+        _check_layout(owner_layout)
         flat = flat_shards(owner_layout, local_shards, "local_shards")
         sends: dict[int, list[torch.Tensor]] = {}
         own = {}
@@ -123,6 +158,8 @@ class OwnerGatherPlan:
         sizes: dict[int, int] = {}
         offsets: dict[tuple[int, int], int] = {}
         for index in owner_layout.owned:
+            if not owner_layout.pieces[index]:  # without elements: nobody holds it, but it is owned all the same
+                own[index] = empty_full(owner_layout, index, local_shards, flat).view(-1)
             for piece in owner_layout.pieces[index]:
                 if piece.rank != owner_layout.this_rank:
                     offsets[index, piece.rank] = sizes.get(piece.rank, 0)
@@ -133,7 +170,7 @@ class OwnerGatherPlan:
             this_rank=owner_layout.this_rank,
             send_buffers={owner: _join(sends[owner]) for owner in sorted(sends)},
             recv_sizes=dict(sorted(sizes.items())),
-            own_shards=own,
+            own_shards=dict(sorted(own.items())),
             recv_offsets=offsets,
         )
 
@@ -148,13 +185,20 @@ class OwnerGatherPlan:
             A flat tensor; for one that this rank holds whole its own flat shard, not a copy.
 
         Raises:
-            StateError: not a tensor that this rank owns.
+            StateError: not a tensor that this rank owns, or a buffer that is missing or of another size.
         """
-        span = self.layout.tensor_range(param_index)
-        if param_index not in self.own_shards:
+        if not is_integer(param_index) or param_index not in self.own_shards:
             raise StateError(
-                bad("param_index", param_index, f"a tensor that this rank owns, {sorted(self.own_shards)}", "ask there")
+                bad(
+                    "param_index",
+                    shown(param_index),
+                    f"a tensor that this rank owns, {sorted(self.own_shards)}",
+                    "ask there",
+                )
             )
+        sources = [rank for index, rank in self.recv_offsets if index == param_index]
+        _check_received(recv_buffers, {rank: self.recv_sizes[rank] for rank in sources})
+        span = self.layout.tensor_range(param_index)
         parts = []
         for rank, held in self.rank_ranges.items():
             size = held.intersect(span).size
@@ -162,7 +206,7 @@ class OwnerGatherPlan:
                 parts.append(self.own_shards[param_index])
             elif size:
                 parts.append(recv_buffers[rank].narrow(0, self.recv_offsets[param_index, rank], size))
-        return _join(parts)
+        return _join(parts or [self.own_shards[param_index]])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,6 +242,7 @@ class OwnerScatterPlan:
         Raises:
             StateError: a result that is missing or of another size.
         """
+        _check_layout(owner_layout)
         me = owner_layout.this_rank
         sends: dict[int, list[torch.Tensor]] = {}
         for index, full in flat_fulls(owner_layout, full_results, "full_results").items():
@@ -224,7 +269,11 @@ class OwnerScatterPlan:
 
         Args:
             recv_buffers: what came from each owner.
+
+        Raises:
+            StateError: a buffer that is missing or of another size.
         """
+        _check_received(recv_buffers, self.recv_sizes)
         return {
             index: recv_buffers[owner].narrow(
                 0, offset, self.layout.tensor_range(index).intersect(self.local_range).size

@@ -9,12 +9,24 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from . import collectives
+from .checks import shown
 from .collectives import Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
 from .layout import GlobalLayout
-from .owner_balance import CostFn, OwnerWork, greedy, ns_cost_fn, refine, select_ge_2d_params, works_of
-from .owner_layout import EligibleFn, GroupOwnerLayout, checked_indices, checked_ranks, eligible, made
+from .owner_balance import (
+    CostFn,
+    OwnerWork,
+    checked_cost_fn,
+    checked_loads,
+    greedy,
+    ns_cost_fn,
+    refine,
+    select_ge_2d_params,
+    works_of,
+)
+from .owner_checks import checked_indices, checked_layout, checked_ranks, checked_tensor_to_owner
+from .owner_layout import EligibleFn, GroupOwnerLayout, eligible, made
 from .owner_packing import OwnerGatherPlan, OwnerScatterPlan
 from .placement import sharded_axes
 from .spec import ShardSpec
@@ -55,7 +67,7 @@ def assign_owner_work(
         Owner by tensor index.
 
     Raises:
-        PlanError: mesh and layout of different sizes, an index or cost that can't be.
+        PlanError: what isn't a mesh or a layout, or of different sizes; an index, a cost or a load that can't be.
 
     Source: `owner_planning` of Megatron-FSDP v2.
 
@@ -69,7 +81,7 @@ def assign_owner_work(
     """
     ranks = checked_ranks(mesh, layout, None)
     indices = checked_indices(layout, tensor_indices, "tensor_indices")
-    return greedy(works_of(layout, ranks, indices, cost_fn), dict(initial_loads or {}))
+    return greedy(works_of(layout, ranks, indices, cost_fn), checked_loads(initial_loads))
 
 
 def owner_loads(
@@ -81,11 +93,16 @@ def owner_loads(
 ) -> dict[int, float]:
     """Load of each owner: what to carry to the next group as `initial_loads`.
 
+    Raises:
+        PlanError: a tensor that the layout doesn't have, or a cost or load that can't be.
+
     >>> from mfsdp_fn import build_for_row_atomic
     >>> owner_loads(build_for_row_atomic([(6, 4), (4, 4)], 2), {0: 1, 1: 1}, ns_cost_fn(1))
     {1: 200}
     """
-    cost_fn, loads = cost_fn or ns_cost_fn(5), dict(initial_loads or {})
+    checked_layout(layout)
+    checked_tensor_to_owner(layout, tensor_to_owner)
+    cost_fn, loads = checked_cost_fn(cost_fn), checked_loads(initial_loads)
     for index, owner in tensor_to_owner.items():
         loads[owner] = loads.get(owner, 0) + cost_fn(layout.tensor_shapes[index])
     return loads
@@ -112,7 +129,8 @@ def plan_owners(
         One owner layout for each trainable group, in order of ``spec.groups``.
 
     Raises:
-        PlanError: a cost that isn't a positive number; a DTensor that is sharded over other axes.
+        PlanError: not a plan, a cost that isn't a positive number, or an `eligible_fn` that doesn't say True or False;
+            a DTensor that is sharded over other axes.
 
     >>> import torch, mfsdp_fn as mf
     >>> params = {f"l.{i}.w": torch.zeros(4, 4, requires_grad=True) for i in range(4)}
@@ -120,6 +138,8 @@ def plan_owners(
     >>> [owners.tensor_to_owner for owners in plan_owners(spec).values()]
     [{0: 0}, {0: 1}, {0: 0}, {0: 1}]
     """
+    if not isinstance(spec, ShardSpec):
+        raise PlanError(bad("spec", shown(spec), "a ShardSpec", "make one with plan(params, …), or pass state.spec"))
     groups = [group for group in spec.groups if group.requires_grad]
     jobs = [(group, group.layout, eligible(group, eligible_fn)) for group in groups]
     taking_part = {(group.number, index) for group, _, indices in jobs for index in indices}

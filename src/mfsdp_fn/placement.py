@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from .checks import is_integer, shown
 from .errors import PlanError, bad
 
 
@@ -89,7 +90,13 @@ _R, _P, _S = Replicate(), Partial(), RowAtomic()
 
 
 def ddp(*, axes: int = 1) -> Placements:
-    """Everything replicated; gradients are all-reduced once a step. `axes` is the number of mesh axes."""
+    """Everything replicated; gradients are all-reduced once a step. `axes` is the number of mesh axes.
+
+    Raises:
+        PlanError: not a positive number of axes.
+    """
+    if not is_integer(axes) or axes < 1:
+        raise PlanError(bad("axes", shown(axes), "a positive number of mesh axes", "leave it out for one"))
     return Placements((_R,) * axes, (_P,) * axes, (_R,) * axes)
 
 

@@ -99,7 +99,8 @@ def plan(
     >>> [(group.ranks, group.scale) for group in spec.groups]
     [(4, 0.25), (2, 0.25)]
     """
-    precision, runtime = precision or MixedPrecisionPolicy(), runtime or RuntimePolicy()
+    precision = MixedPrecisionPolicy() if precision is None else precision
+    runtime = RuntimePolicy() if runtime is None else runtime
     over_all = default_mesh(mesh)
     failure: Exception | None = None
     spec: ShardSpec | None = None

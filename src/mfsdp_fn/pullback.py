@@ -11,8 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from . import tree
 from .calls import Recordings, make_sinks, note_call, open_call
+from .checks import check_function
 from .errors import StateError, bad
 from .gradients import finish_all
+from .outputs import check_cotangents, check_outputs, detached
 from .session import Session, refuse_reentrant_graph
 from .state import ShardState
 
@@ -117,7 +119,7 @@ class Pullback:
     def _checked(self, cotangent: Any) -> list[torch.Tensor | None]:
         """One cotangent an output that is a tensor; outputs become those alone."""
         given = tree.flatten_like(self._out_template, cotangent, "cotangent")
-        _check_cotangents(self._outputs, given)
+        check_cotangents(self._outputs, given)
         pairs = [(out, given[number]) for number, out in enumerate(self._outputs) if isinstance(out, torch.Tensor)]
         self._outputs = [out for out, _ in pairs]
         refuse_reentrant_graph(self._outputs, self._session)
@@ -148,7 +150,8 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
     rank that shares a state.
 
     Raises:
-        StateError: as `value_and_grad`; a pullback called twice.
+        StateError: as `value_and_grad`; outputs in objects that optree doesn't know; a pullback called twice, or a
+            cotangent that doesn't fit.
 
     >>> import torch, mfsdp_fn as mf
     >>> from mfsdp_fn.testing import single_rank
@@ -161,6 +164,7 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
     >>> out, input_grad, grads.main[0]
     (tensor([[11.]]), tensor([[1., 2.]]), tensor([3., 4.]))
     """
+    check_function("fn", fn, "mf.vjp(fn, state)")
     recordings = Recordings()
     session, states, template, handed = open_call(state, recordings)
     inputs: list[torch.Tensor] = []
@@ -177,26 +181,10 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         with torch.enable_grad(), saved_tensors_hooks(session.pack, session.unpack):
             out = fn(handed, *entered)
         session.tape.drain()
+        leaves, _, out_template = tree.flatten(out)
+        check_outputs(leaves)
     except BaseException:
         session.abandon()
         raise
-    leaves, _, out_template = tree.flatten(out)
-    detached = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return tree.build(out_template, detached), Pullback(session, states, template, given, inputs, leaves, out_template)
-
-
-def _check_cotangents(outputs: list[Any], cotangents: dict[int, Any]) -> None:
-    for number, output in enumerate(outputs):
-        cotangent = cotangents.get(number)
-        if not isinstance(output, torch.Tensor) or cotangent is None:
-            continue
-        if not isinstance(cotangent, torch.Tensor) or cotangent.shape != output.shape:
-            got = f"shape {tuple(cotangent.shape)}" if isinstance(cotangent, torch.Tensor) else repr(cotangent)
-            raise StateError(
-                bad(
-                    "cotangent",
-                    got,
-                    f"a tensor of shape {tuple(output.shape)}, or None for zero",
-                    "give one in the structure of `out`",
-                )
-            )
+    later = Pullback(session, states, template, given, inputs, leaves, out_template)
+    return tree.build(out_template, [detached(leaf) for leaf in leaves]), later

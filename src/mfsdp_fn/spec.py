@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from . import tree, units
+from .checks import shown
 from .collectives import Axis, Mesh, device_of
 from .errors import PlanError, bad
 from .group import GroupSpec
@@ -87,12 +88,14 @@ class ShardSpec:
         Raises:
             PlanError: none does.
         """
-        found = tuple(unit for unit in self.units if units.matches(pattern, units.split(unit)))
+        found: tuple[str, ...] = ()
+        if isinstance(pattern, str):
+            found = tuple(unit for unit in self.units if units.matches(pattern, units.split(unit)))
         if not found:
             raise PlanError(
                 bad(
                     "pattern",
-                    repr(pattern),
+                    shown(pattern),
                     f"a pattern that matches some of the units {list(self.units[:6])}",
                     "mend the pattern, or name it in plan(..., units=…)",
                 )
@@ -113,8 +116,8 @@ class ShardSpec:
         Raises:
             PlanError: there is no such leaf.
         """
-        if path not in self._by_path:
-            raise PlanError(bad("path", repr(path), f"one of the {len(self.leaves)} planned paths", "see spec.leaves"))
+        if not isinstance(path, str) or path not in self._by_path:
+            raise PlanError(bad("path", shown(path), f"one of the {len(self.leaves)} planned paths", "see spec.leaves"))
         return self._by_path[path]
 
     @functools.cached_property
@@ -127,11 +130,11 @@ class ShardSpec:
         Raises:
             PlanError: there is no such unit.
         """
-        if unit not in self._unit_groups:
+        if not isinstance(unit, str) or unit not in self._unit_groups:
             raise PlanError(
                 bad(
                     "unit",
-                    repr(unit),
+                    shown(unit),
                     f"one of {list(self.units[:8])}",
                     "see spec.units; plan(..., units=…) makes them",
                 )
@@ -229,10 +232,14 @@ class ShardSpec:
         So ``"norm*"`` selects ``blocks.0.norm1.weight``, and so do ``"blocks.*"`` and ``"weight"``.
 
         Raises:
-            PlanError: a pattern that matches nothing.
+            PlanError: a pattern that matches nothing, or is none.
         """
+        if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+            raise PlanError(bad("patterns", shown(patterns), "dotted patterns", "write ('norm*', 'bias')"))
         found: set[str] = set()
         for pattern in patterns:
+            if not isinstance(pattern, str) or not pattern:
+                raise PlanError(bad("patterns", shown(pattern), "dotted patterns", "write ('norm*', 'bias')"))
             hits = {
                 leaf.path
                 for leaf in self.leaves
@@ -251,7 +258,12 @@ class ShardSpec:
         return frozenset(found)
 
     def explain(self) -> str:
-        """The plan as a table: a line a group, with sizes, padding and alignment."""
+        """The plan as two tables, a line a group: what it holds, and what was predicted for its layout and why.
+
+        "main > compute" are the dtypes of the optimizer's weights and of gathered ones; "MiB kept" is what this rank
+        holds between steps, in both; "misaligned" are matrices that start off 16 bytes when gathered, "boundaries off"
+        rank boundaries that do.
+        """
         from .explain import explain  # a table, not a fact about the spec; kept out of this file
 
         return explain(self)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .checks import check_function
+from .errors import SimulationError
 from .simulated_mesh import SimulatedMesh, check_shape
 from .simulation import Collective, World, check_alone
 
@@ -55,8 +57,9 @@ class Simulation:
         Raises:
             Exception: what `fn` raised on the first rank that did, with a note that names the rank.
             OrderError: ranks that launch different collectives, or wait for one that others never launch.
-            SimulationError: something that can't be simulated.
+            SimulationError: something that can't be simulated, or no function.
         """
+        check_function("fn", fn, "simulate(2)(lambda mesh: mesh.get_rank())", SimulationError)
         check_alone()
         world = World(math.prod(self.shape))
         table = torch.arange(math.prod(self.shape)).view(self.shape)

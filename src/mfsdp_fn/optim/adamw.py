@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw as torch_adamw
 
+from ..checks import check_flag, check_number, shown
 from ..errors import MfsdpError, bad
 from ..spec import ShardSpec
 from ..state import ShardState, with_main, zeros_like
@@ -18,14 +19,12 @@ from .options import (
     Parts,
     batches,
     check_learning_rate,
-    check_number,
     check_options,
     check_parts,
     cut,
     cut_like,
-    learning_rate,
     make_parts,
-    options_for,
+    options_by_label,
 )
 
 
@@ -64,7 +63,7 @@ class _AdamW:
     def step(
         self, grads: ShardState, opt_state: AdamWState, state: ShardState, *, donate: bool = False
     ) -> tuple[ShardState, AdamWState]:
-        check_step(AdamWState, grads, opt_state, state)
+        check_step(AdamWState, grads, opt_state, state, donate)
         check_parts(opt_state.parts, self.overrides)
         on_cuda = state.spec.device.type == "cuda"
         # A graph can't hold the fused kernel, and the compiler fuses the plain one itself.
@@ -72,12 +71,13 @@ class _AdamW:
         # Bias corrections as Python numbers on the CPU, as torch.optim's default has them; on CUDA, and in a graph,
         # reading the step counter would be a sync.
         capturable = not fused and (on_cuda or torch.compiler.is_compiling())
+        by_label = options_by_label(opt_state.parts, self.options, self.overrides, opt_state.step)
         main = writable(state, donate=donate)
         exp_avg = writable(opt_state.exp_avg, donate=donate)
         exp_avg_sq = writable(opt_state.exp_avg_sq, donate=donate)
         with torch.no_grad():
             for label, places in batches(opt_state.parts, main, grads.main):
-                options = options_for(label, self.options, self.overrides)
+                options = by_label[label]
                 beta1, beta2 = options["betas"]
                 torch_adamw(
                     cut(main, places),
@@ -93,7 +93,7 @@ class _AdamW:
                     amsgrad=False,
                     beta1=beta1,
                     beta2=beta2,
-                    lr=learning_rate(options["lr"], opt_state.step),
+                    lr=options["lr"],
                     weight_decay=options["weight_decay"],
                     eps=options["eps"],
                     maximize=False,
@@ -108,7 +108,7 @@ def _check(argument: str, option: str, value: Any) -> None:
         check_learning_rate(argument, value)
     elif option == "betas":
         if not isinstance(value, (tuple, list)) or len(value) != 2:
-            raise MfsdpError(bad(argument, repr(value), "two numbers in [0, 1)", "write (0.9, 0.999)"))
+            raise MfsdpError(bad(argument, shown(value), "two numbers in [0, 1)", "write (0.9, 0.999)"))
         for number, beta in enumerate(value):
             check_number(f"{argument}[{number}]", beta, below=1.0)
     else:
@@ -159,5 +159,7 @@ def adamw(
     >>> state.main[0], opt_state.step
     (tensor([0.8500, 0.8500]), tensor(2.))
     """
+    if fused is not None:
+        check_flag("fused", fused)
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     return _AdamW(options, check_options(options, overrides, _check), fused)

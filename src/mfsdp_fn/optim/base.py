@@ -11,6 +11,7 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE
 
 from ..autodiff import register_torch_node
+from ..checks import check_flag
 from ..errors import StateError, bad
 from ..model_weights import sync_model_weights
 from ..spec import ShardSpec
@@ -116,13 +117,15 @@ def check_finished(grads: ShardState, argument: str) -> None:
         )
 
 
-def check_step(kind: type, grads: Any, opt_state: Any, state: Any) -> None:
+def check_step(kind: type, grads: Any, opt_state: Any, state: Any, donate: Any) -> None:
     """Refuse arguments of `step` that don't belong together, before anything is changed.
 
     Raises:
         DonatedError: one of them was used up by an earlier call.
         StateError: naming the argument that doesn't fit `state`.
+        MfsdpError: `donate` isn't True or False.
     """
+    check_flag("donate", donate)
     check_weights(state)
     check_state(grads, "grads", state.spec)
     check_finished(grads, "grads")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import collectives, tree
+from ..checks import check_flag, shown
 from ..errors import MfsdpError, StateError, bad
 from ..state import ShardState, check_state, tree_map
 from ..state import donate as mark_donated
@@ -64,7 +65,7 @@ def clip_by_global_norm(
 
     Raises:
         StateError: gradients that still accumulate or were donated.
-        MfsdpError: another `norm_type` or `max_norm`.
+        MfsdpError: another `norm_type`, `max_norm` or `donate`.
 
     >>> import torch, mfsdp_fn as mf
     >>> params = {"w": torch.tensor([3.0, -4.0], requires_grad=True)}
@@ -76,6 +77,7 @@ def clip_by_global_norm(
     states, template = _split(grads)
     norm_type = _check_norm_type(norm_type)
     _check_max_norm(max_norm)
+    check_flag("donate", donate)
     norm = _norm_of_all(states, norm_type)
     factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
     scale = torch.Tensor.mul_ if donate else torch.mul
@@ -128,15 +130,20 @@ def _combine(norms: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 def _check_norm_type(norm_type: Any) -> float:
     if isinstance(norm_type, bool) or not isinstance(norm_type, (int, float)) or not norm_type > 0:
         raise MfsdpError(
-            bad("norm_type", repr(norm_type), "a positive number or float('inf')", "leave it out for the 2-norm")
+            bad("norm_type", shown(norm_type), "a positive number or float('inf')", "leave it out for the 2-norm")
         )
     return float(norm_type)
 
 
 def _check_max_norm(max_norm: Any) -> None:
-    if isinstance(max_norm, torch.Tensor) and not max_norm.ndim:
+    if isinstance(max_norm, torch.Tensor) and not max_norm.ndim and max_norm.dtype.is_floating_point:
         return
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
         raise MfsdpError(
-            bad("max_norm", repr(max_norm), "a number >= 0 or a 0-D tensor", "pass 1.0, or float('inf') to measure")
+            bad(
+                "max_norm",
+                shown(max_norm),
+                "a number >= 0 or a 0-D tensor of floats",
+                "pass 1.0, or float('inf') to measure",
+            )
         )

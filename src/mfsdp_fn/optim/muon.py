@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..checks import check_flag, check_mapping, check_number, is_finite, is_integer, shown
 from ..errors import MfsdpError, StateError, bad
 from ..owner_compute import in_batches, map_owned, one_by_one
 from ..spec import ShardSpec
@@ -15,7 +16,7 @@ from ..state import ShardState, check_alive, check_state, zeros_like
 from .base import Optimizer, check_finished, check_spec, check_weights, count_up, finish, register_opt_state, writable
 from .muon_plan import MuonPlan, Split, muon_plan
 from .newton_schulz import Coefficients, compiled, gram_newton_schulz, newton_schulz
-from .options import LearningRate, check_learning_rate, check_number, learning_rate
+from .options import LearningRate, check_learning_rate, learning_rate
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
@@ -72,6 +73,7 @@ class _Muon:
     def step(
         self, grads: ShardState, opt_state: MuonState, state: ShardState, *, donate: bool = False
     ) -> tuple[ShardState, MuonState]:
+        check_flag("donate", donate)
         check_weights(state)
         check_state(grads, "grads", state.spec)
         check_finished(grads, "grads")
@@ -154,20 +156,29 @@ class _Muon:
     def _apply(
         self, plan: MuonPlan, main: list[torch.Tensor], updates: list[torch.Tensor], lr: float | torch.Tensor
     ) -> None:
-        if isinstance(lr, torch.Tensor) and lr.device.type == "cpu" and not torch.compiler.is_compiling():
-            lr = lr.item()  # as torch.optim.Muon does; on other devices it would be a sync
+        decay = _as_scalar(1 - lr * self.weight_decay)
         for number, runs in zip(plan.mine.numbers, plan.mine.runs, strict=True):
             for run in runs:
-                main[number].narrow(0, run.start, run.size).mul_(1 - lr * self.weight_decay)
+                main[number].narrow(0, run.start, run.size).mul_(decay)
         for step in plan.applications:
             weights = main[step.number].narrow(0, step.start, step.size)
             update = updates[step.position].narrow(0, step.start_in_update, step.size)
-            rate = lr * step.ratio(self.adjust_lr_fn)
+            rate = _as_scalar(lr * step.ratio(self.adjust_lr_fn))
             if isinstance(rate, torch.Tensor):
                 # A 0-D tensor doesn't widen: without the cast the product would be rounded to bfloat16.
                 weights.sub_(update.to(weights.dtype) * rate)
             else:
                 weights.add_(update, alpha=-rate)
+
+
+def _as_scalar(value: float | torch.Tensor) -> float | torch.Tensor:
+    """A number, of a tensor that was computed in its own precision, as torch.optim.Muon computes rates.
+
+    Not of one on another device, as that would be a sync.
+    """
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not torch.compiler.is_compiling():
+        return value.item()
+    return value
 
 
 def muon(
@@ -213,7 +224,8 @@ def muon(
         exclude: patterns (as `ShardSpec.select`) of parameters for `fallback` whatever their shape, such as
             ``("emb*", "head*")``.
         split: by pattern, a number of equal parts or their rows, of matrices that are several along dim 0: fused
-            QKV, or heads. Each part is a matrix of its own.
+            QKV, or heads. Each part is a matrix of its own. Where two patterns select a matrix, the later one wins;
+            one that selects none of Muon's matrices is refused.
         batched: Newton-Schulz of same-shape matrices in one call. Batched products may round otherwise.
         buckets: exchanges each way. With more than one, one bucket's exchange runs beside another's Newton-Schulz.
         compile_ns: `torch.compile` Newton-Schulz. May round otherwise.
@@ -227,6 +239,10 @@ def muon(
         StateError: by `init`: a parameter that is neither Muon's nor has a `fallback`, by path; a `split` that
             doesn't fit. By `step`: gradients that still accumulate, or arguments of different plans.
         DonatedError: by `step`: an argument that was donated before.
+
+    Not claimed equal: `torch.optim.Muon` with ``nesterov=False`` on bfloat16 parameters. There Newton-Schulz
+    normalises in place what is the momentum buffer itself (seen in torch 2.13), so its momentum is lost each step;
+    here it is kept.
 
     Sources: Keller Jordan's Muon; Moonlight (arXiv 2502.16982) for "match_rms_adamw"; `torch.optim.Muon`.
 
@@ -247,19 +263,21 @@ def muon(
         ("compile_ns", compile_ns),
         ("gram", gram),
     ):
-        if not isinstance(value, bool):
-            raise MfsdpError(bad(name, repr(value), "True or False", "mend the value or leave it out"))
+        check_flag(name, value)
     for name, value, below in (("ns_steps", ns_steps, 100), ("buckets", buckets, 1 << 16)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < below:
-            raise MfsdpError(bad(name, repr(value), f"an integer from 1 to {below - 1}", "leave it out"))
-    if not isinstance(ns_coefficients, (tuple, list)) or len(ns_coefficients) != 3:
-        raise MfsdpError(bad("ns_coefficients", repr(ns_coefficients), "three numbers", "leave it out"))
-    if adjust_lr_fn not in _ADJUSTMENTS:
-        raise MfsdpError(bad("adjust_lr_fn", repr(adjust_lr_fn), f"one of {_ADJUSTMENTS}", "mend the name"))
-    if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
-        raise MfsdpError(bad("exclude", repr(exclude), "a tuple of patterns", "write ('emb*', 'head*')"))
-    if fallback is not None and not (hasattr(fallback, "init") and hasattr(fallback, "step")):
+        if not is_integer(value) or not 1 <= value < below:
+            raise MfsdpError(bad(name, shown(value), f"an integer from 1 to {below - 1}", "leave it out"))
+    three = isinstance(ns_coefficients, (tuple, list)) and len(ns_coefficients) == 3
+    if not three or not all(map(is_finite, ns_coefficients)):
+        raise MfsdpError(bad("ns_coefficients", shown(ns_coefficients), "three finite numbers", "leave it out"))
+    if not (adjust_lr_fn is None or isinstance(adjust_lr_fn, str)) or adjust_lr_fn not in _ADJUSTMENTS:
+        raise MfsdpError(bad("adjust_lr_fn", shown(adjust_lr_fn), f"one of {_ADJUSTMENTS}", "mend the name"))
+    if not isinstance(exclude, (tuple, list)) or not all(isinstance(pattern, str) and pattern for pattern in exclude):
+        raise MfsdpError(bad("exclude", shown(exclude), "a tuple of patterns", "write ('emb*', 'head*')"))
+    if fallback is not None and not all(callable(getattr(fallback, name, None)) for name in ("init", "step")):
         raise MfsdpError(bad("fallback", f"a {type(fallback).__name__}", "an optimizer", "pass optim.adamw(lr=3e-4)"))
+    if split is not None:
+        check_mapping("split", split, "parts by pattern, or None", "write {'qkv': (64, 32, 32)}")
     parts = {pattern: _split(pattern, value) for pattern, value in (split or {}).items()}
     coefficients: Any = tuple(ns_coefficients)
     return _Muon(
@@ -282,9 +300,15 @@ def muon(
 
 
 def _split(pattern: str, value: Any) -> Split:
-    rows = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
-    if not rows or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in rows):
+    rows = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, (tuple, list)) else ()
+    named = isinstance(pattern, str) and pattern
+    if not named or not rows or not all(is_integer(n) and n > 0 for n in rows):
         raise MfsdpError(
-            bad(f"split[{pattern!r}]", repr(value), "a number of parts, or the rows of each", "write 3 or (64, 32, 32)")
+            bad(
+                f"split[{shown(pattern)}]",
+                shown(value),
+                "a number of parts, or the rows of each",
+                "write 3 or (64, 32, 32)",
+            )
         )
     return value if isinstance(value, int) else rows

@@ -141,9 +141,20 @@ def _rows(
             found[leaf.group][leaf.index] = (1,) * leaf.shape[0]
     for pattern, parts in split:
         selected = spec.select([pattern])
-        for leaf in mine.leaves:
-            if leaf.path in selected:
-                found[leaf.group][leaf.index] = _parts(pattern, leaf, parts)
+        matrices = [leaf for leaf in mine.leaves if leaf.path in selected]
+        if not matrices:
+            some = min(selected)
+            raise StateError(
+                bad(
+                    f"split[{pattern!r}]",
+                    f"a pattern of parameters that are not Muon's, such as {some!r} of shape "
+                    f"{tuple(spec.leaf(some).shape)}",
+                    "one that selects some matrix of Muon's",
+                    "mend the pattern, or leave it out where `exclude` has the parameters",
+                )
+            )
+        for leaf in matrices:
+            found[leaf.group][leaf.index] = _parts(pattern, leaf, parts)
     return found
 
 

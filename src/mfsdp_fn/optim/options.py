@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..checks import check_number, shown
 from ..errors import MfsdpError, StateError, bad
 from ..segments import Segment, segments
 from ..spec import ShardSpec
@@ -71,9 +72,38 @@ def options_for(label: Any, options: Mapping[str, Any], overrides: Overrides) ->
     return merged
 
 
-def learning_rate(lr: LearningRate, step: torch.Tensor) -> float | torch.Tensor:
-    """The learning rate after `step` steps."""
-    return lr(step) if callable(lr) else lr
+def learning_rate(lr: LearningRate, step: torch.Tensor, argument: str = "lr") -> float | torch.Tensor:
+    """The learning rate after `step` steps.
+
+    Raises:
+        MfsdpError: a schedule that gives no learning rate.
+    """
+    if not callable(lr):
+        return lr
+    found: Any = lr(step)
+    if callable(found):
+        raise MfsdpError(
+            bad(argument, f"a schedule that gives {shown(found)}", "a number or a 0-D tensor", "return it")
+        )
+    check_learning_rate(argument, found)
+    return found
+
+
+def options_by_label(
+    parts: Parts, options: Mapping[str, Any], overrides: Overrides, step: torch.Tensor
+) -> dict[Any, dict[str, Any]]:
+    """The options of each label, learning rates evaluated: all of them before anything is changed.
+
+    Raises:
+        MfsdpError: a schedule that gives no learning rate.
+    """
+    found: dict[Any, dict[str, Any]] = {}
+    labels: list[Any] = [segment.label for row in parts.segments for segment in row]
+    for label in dict.fromkeys(labels):
+        found[label] = mine = options_for(label, options, overrides)
+        where = next((f"overrides[{p!r}]['lr']" for p in reversed(label) if "lr" in overrides[p]), "lr")
+        mine["lr"] = learning_rate(mine["lr"], step, where)
+    return found
 
 
 Place = tuple[int, Segment]
@@ -143,17 +173,6 @@ def check_options(
                 )
             check(f"{where}[{option!r}]", option, value)
     return {pattern: dict(mine) for pattern, mine in overrides.items()}
-
-
-def check_number(argument: str, value: Any, *, below: float = float("inf")) -> None:
-    """Refuse what isn't a number in [0, `below`).
-
-    Raises:
-        MfsdpError: naming the argument.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < below:
-        wanted = "a finite number >= 0" if below == float("inf") else f"a number in [0, {below:g})"
-        raise MfsdpError(bad(argument, repr(value), wanted, "mend the value or leave it out"))
 
 
 def check_learning_rate(argument: str, value: Any) -> None:

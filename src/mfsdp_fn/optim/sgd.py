@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd as torch_sgd
 
+from ..checks import check_flag, check_number
 from ..errors import MfsdpError, StateError, bad
 from ..spec import ShardSpec
 from ..state import ShardState, with_main, zeros_like
@@ -18,13 +19,12 @@ from .options import (
     Parts,
     batches,
     check_learning_rate,
-    check_number,
     check_options,
     check_parts,
     cut,
     cut_like,
-    learning_rate,
     make_parts,
+    options_by_label,
     options_for,
 )
 
@@ -68,7 +68,7 @@ class _SGD:
     def step(
         self, grads: ShardState, opt_state: SGDState, state: ShardState, *, donate: bool = False
     ) -> tuple[ShardState, SGDState]:
-        check_step(SGDState, grads, opt_state, state)
+        check_step(SGDState, grads, opt_state, state, donate)
         check_parts(opt_state.parts, self.overrides)
         if self._has_momentum != (opt_state.momentum is not None):
             raise StateError(
@@ -82,12 +82,12 @@ class _SGD:
         fused = state.spec.device.type == "cuda" if self.fused is None else self.fused
         # A graph can't hold the fused kernel, and the compiler fuses the plain one itself.
         fused = fused and not torch.compiler.is_compiling()
+        by_label = options_by_label(opt_state.parts, self.options, self.overrides, opt_state.step)
         main = writable(state, donate=donate)
         momentum = None if opt_state.momentum is None else writable(opt_state.momentum, donate=donate)
         with torch.no_grad():
             for label, places in batches(opt_state.parts, main, grads.main):
-                options = options_for(label, self.options, self.overrides)
-                options["lr"] = learning_rate(options["lr"], opt_state.step)
+                options = by_label[label]
                 # A tensor can't be a kernel's scalar in a compiled graph; the foreach form has a way round that,
                 # but writes to its gradients.
                 foreach = not fused and torch.compiler.is_compiling() and isinstance(options["lr"], torch.Tensor)
@@ -122,8 +122,7 @@ def _check(argument: str, option: str, value: Any) -> None:
     if option == "lr":
         check_learning_rate(argument, value)
     elif option == "nesterov":
-        if not isinstance(value, bool):
-            raise MfsdpError(bad(argument, repr(value), "True or False", "mend the value or leave it out"))
+        check_flag(argument, value)
     else:
         check_number(argument, value)
 
@@ -170,6 +169,8 @@ def sgd(
     >>> mf.unshard(state)
     {'w': tensor([0.5000, 0.5000]), 'norm.w': tensor([0.7500])}
     """
+    if fused is not None:
+        check_flag("fused", fused)
     options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     checked = check_options(options, overrides, _check)
     _check_nesterov(options)

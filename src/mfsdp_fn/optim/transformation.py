@@ -54,7 +54,7 @@ class _FromTransformation:
     def step(
         self, grads: ShardState, opt_state: TransformationState, state: ShardState, *, donate: bool = False
     ) -> tuple[ShardState, TransformationState]:
-        check_step(TransformationState, grads, opt_state, state)
+        check_step(TransformationState, grads, opt_state, state, donate)
         params = _rows(state.spec, state.main)
         given = _rows(state.spec, grads.main)
         with torch.no_grad():
