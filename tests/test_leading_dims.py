@@ -65,6 +65,10 @@ def transforms(rank: int, world: int, shape: tuple[int, ...], presets: tuple[str
     for preset in presets:
         for layout, leading in (("padded", 2), ("unpadded", {"experts": 2, "deep": 3})):
             state, params = made(shape, preset, layout, leading)
+            for group in state.spec.groups:
+                buffer = mf.DBuffer.from_state(state, group)
+                for index, view in group.local_views(buffer.local, group.main_range).items():
+                    assert torch.equal(buffer.get_tensor_view(index), view)
             assert_equal(mf.unshard(state), params, (preset, layout))
             grads = gradients(state, rank)
             wanted = summed(world, micros=2)

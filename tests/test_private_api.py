@@ -26,7 +26,7 @@ PRIVATE = re.compile(
 ALLOWED = {
     "collectives.py": r"torch\.ops\._c10d_functional|torch\._foreach_copy_|.*import _resolve_process_group",
     "symmetric.py": r"torch\.ops\._c10d_functional",
-    "session.py": r"\._cdata|torch\._C\._autograd",  # saved views and checkpoints are told apart
+    "session.py": r"\._cdata|\._version|torch\._C\._autograd",  # saved views and checkpoints are told apart
     "autodiff.py": r"from torch\.utils import _pytree",  # states become nodes of torch's own pytrees
     "compiling.py": r"(from )?torch\._(dynamo|functorch|inductor)\b.*",
     "graph.py": r"torch\.ops\._c10d_functional",

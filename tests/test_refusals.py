@@ -204,3 +204,55 @@ def test_a_template_of_plain_containers_can_be_pickled() -> None:
     state = mf.shard(params, spec)
     again = pickle.loads(pickle.dumps(state))
     assert torch.equal(mf.unshard(again)["l"][0], torch.ones(2))
+
+
+def test_writes_to_what_backward_needs_are_refused() -> None:
+    """Under hooks autograd doesn't check that nothing wrote to what it saved: the tape does."""
+    params = {"w": torch.tensor([0.0, 1.0, 2.0], requires_grad=True)}
+    for preset in (mf.ddp, mf.zero3):
+        state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), preset()))
+
+        def loss(state: mf.ShardState) -> torch.Tensor:
+            y = mf.unshard(state)["w"].exp()
+            y.add_(1)
+            return y.sum()
+
+        with pytest.raises(mf.StateError, match=r"got an in-place write to a tensor of shape .* that backward needs"):
+            mf.value_and_grad(loss)(state)
+        out, pullback = mf.vjp(lambda state: mf.unshard(state)["w"].exp(), state)
+        out.zero_()
+        with pytest.raises(mf.StateError, match="in-place write"):
+            pullback(torch.ones(3))
+
+
+def test_a_step_between_forward_and_backward_is_refused() -> None:
+    """A step that reuses the weights' buffers must come after the backward that reads them."""
+    params = {"w": torch.tensor([0.0, 1.0, 2.0], requires_grad=True)}
+    opt = mf.optim.sgd(lr=1.0)
+    for preset in (mf.ddp, mf.zero3):
+        for late in (False, True):
+            state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), preset()))
+            _, pullback = mf.vjp(lambda state: mf.unshard(state)["w"].square().sum(), state)
+            if late:
+                pullback.inputs(torch.ones(()))
+            opt.step(mf.zeros_like(state), opt.init(state), state, donate=True)
+            with pytest.raises(mf.DonatedError, match="`state` got a state whose buffers were donated to sgd"):
+                pullback.weights() if late else pullback(torch.ones(()))
+
+
+def test_a_cotangent_may_be_received_into_again() -> None:
+    params = {"w": torch.ones(4, requires_grad=True)}
+    state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.zero3()))
+    cotangent = torch.ones(4)
+    _, pullback = mf.vjp(lambda state: mf.unshard(state)["w"] * 2, state)
+    pullback.inputs(cotangent)
+    cotangent.fill_(7)
+    assert torch.equal(mf.unshard(pullback.weights())["w"], torch.full((4,), 2.0))
+
+
+def test_weights_are_no_gradients_to_add_to() -> None:
+    params = {"w": torch.ones(4, requires_grad=True)}
+    precision = mf.MixedPrecisionPolicy(compute=torch.bfloat16)
+    state = mf.shard(params, mf.plan(params, mf.AbstractMesh((1,), ("dp",)), mf.zero3(), precision=precision))
+    with pytest.raises(mf.StateError, match="`accumulate` got a state of weights; expected gradients"):
+        mf.value_and_grad(lambda state: mf.unshard(state)["w"].sum(), accumulate=state)(state)

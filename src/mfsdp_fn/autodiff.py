@@ -233,7 +233,7 @@ def saved_tensors_hooks(state: Any, hooks: torch_saved_tensors_hooks) -> Iterato
 
     def pack(tensor: torch.Tensor) -> Any:
         packed = session.pack(tensor)
-        return packed if isinstance(packed, Saved) else (hooks.pack_hook(packed),)
+        return packed if isinstance(packed, Saved) else (hooks.pack_hook(tensor),)
 
     def unpack(saved: Any) -> torch.Tensor:
         return session.unpack(saved) if isinstance(saved, Saved) else hooks.unpack_hook(saved[0])

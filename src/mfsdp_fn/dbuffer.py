@@ -186,10 +186,11 @@ class DBuffer:
         """
         span, held, shape = self.layout.tensor_range(index), self.held, self.layout.tensor_shapes[index]
         part = span.intersect(held)
+        cut = bool(sharded_axes(self.placements))
         if not part.size:
-            return self.local.new_empty((0, *shape[1:]) if sharded_axes(self.placements) else shape)
+            return self.local.new_empty((0, *self.layout.row_shape(index)) if cut else shape)
         rows = self.local.narrow(0, part.start - held.start, part.size)
-        return rows.view(shape if not shape else (-1, *shape[1:]))
+        return rows.view((-1, *self.layout.row_shape(index)) if cut and shape else shape)
 
     def full_tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors, whole, as views of one buffer. Communicates what `redistribute` to Replicate does."""

@@ -43,6 +43,10 @@ class GradientSink:
         base = accumulate
         if accumulate is not None:
             check_state(accumulate, "accumulate", self.spec)
+            if any(compute is not None for compute in accumulate.compute):
+                raise StateError(
+                    bad("accumulate", "a state of weights", "gradients", "pass the gradients of earlier microbatches")
+                )
             if accumulate.stage is Stage.FINAL and self.defers:
                 if not self.last:
                     raise StateError(

@@ -16,7 +16,7 @@ from .errors import StateError, bad
 from .gradients import finish_all
 from .outputs import check_cotangents, check_outputs, detached
 from .session import Session, refuse_reentrant_graph
-from .state import ShardState
+from .state import ShardState, check_alive
 
 
 class Pullback:
@@ -61,6 +61,7 @@ class Pullback:
 
         Raises:
             StateError: a cotangent that doesn't fit `out`, gradients that don't fit the state, a second call.
+            DonatedError: the state was donated in between.
         """
         if self._used or self._cotangents is not None:
             raise _second("pullback", "call vjp again for another backward, or weights() after inputs(cotangent)")
@@ -84,7 +85,8 @@ class Pullback:
         cotangents = self._checked(cotangent)
         self._used = True  # unless this succeeds
         found = self._session.backward_to_inputs(self._outputs, cotangents, self._inputs)
-        self._cotangents, self._used = cotangents, False
+        # Copies: the caller may receive the next cotangent into the same memory before `weights`.
+        self._cotangents, self._used = [None if ct is None else ct.clone() for ct in cotangents], False
         return self._input_grads(found)
 
     def weights(self, *, is_last_microbatch: bool = True, accumulate: Any = None, donate: bool = False) -> Any:
@@ -104,6 +106,7 @@ class Pullback:
                     "call pullback.inputs(cotangent), or pullback(cotangent) for both at once",
                 )
             )
+        self._check_states()
         sinks = self._sinks(accumulate, is_last_microbatch=is_last_microbatch, donate=donate)
         self._used = True
         outputs, self._outputs, cotangents = self._outputs, [], self._cotangents
@@ -113,11 +116,17 @@ class Pullback:
         note_call(self._states)
         return tree.build(self._template, finish_all(sinks))
 
+    def _check_states(self) -> None:
+        """Backward reads the weights again: a step that reused their buffers must come after it."""
+        for state in self._states:
+            check_alive(state, "state")
+
     def _sinks(self, accumulate: Any, **options: bool) -> Any:
         return make_sinks(self._states, self._template, accumulate, **options)
 
     def _checked(self, cotangent: Any) -> list[torch.Tensor | None]:
         """One cotangent an output that is a tensor; outputs become those alone."""
+        self._check_states()
         given = tree.flatten_like(self._out_template, cotangent, "cotangent")
         check_cotangents(self._outputs, given)
         pairs = [(out, given[number]) for number, out in enumerate(self._outputs) if isinstance(out, torch.Tensor)]

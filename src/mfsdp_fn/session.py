@@ -92,6 +92,33 @@ class Saved:
         self.offset = view.storage_offset()
 
 
+class Kept:
+    """A tensor saved as it is, and its version: with hooks, autograd doesn't check for itself that none wrote to it."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def get(self) -> torch.Tensor:
+        """The tensor, unchanged.
+
+        Raises:
+            StateError: it was written to.
+        """
+        if self.version is not None and self.tensor._version != self.version:
+            raise StateError(
+                bad(
+                    "loss_fn",
+                    f"an in-place write to a tensor of shape {tuple(self.tensor.shape)} that backward needs",
+                    "tensors that stay as they were saved",
+                    "write to a copy; torch.autograd.set_detect_anomaly(True) tells which operation saved it",
+                )
+            )
+        return self.tensor
+
+
 class Session:
     """One call: the tape, the gradients' destination, and the hooks that remember less.
 
@@ -161,11 +188,11 @@ class Session:
     # The hooks
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What is saved instead of `tensor`: of a gathered weight a `Saved`, of anything else itself."""
+        """What is saved instead of `tensor`: of a gathered weight a `Saved`, of anything else itself, `Kept`."""
         local = local_of(tensor)  # DTensors have no memory of their own
         found = self.storages.get(local.untyped_storage()._cdata)
         if found is None or self.tape.phase is not TapePhase.FORWARD:
-            return tensor
+            return Kept(tensor)
         _, record, position, saved = found
         saved[0] = True
         assert record.slot is not None
@@ -175,10 +202,10 @@ class Session:
         """The tensor again, its weights gathered again.
 
         Raises:
-            StateError: the call has ended.
+            StateError: the call has ended, or a saved tensor was written to.
         """
-        if not isinstance(saved, Saved):
-            return saved
+        if isinstance(saved, Kept):
+            return saved.get()
         if self.tape.phase is TapePhase.CLOSED:
             raise StateError(
                 bad(
