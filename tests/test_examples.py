@@ -45,7 +45,7 @@ def test_every_option_of_train_gpt_is_explained() -> None:
     "options",
     [
         ("--strategy", "zero3"),
-        ("--strategy", "zero1", "--microbatches", "2", "--optimizer", "sgd"),
+        pytest.param(("--strategy", "zero1", "--microbatches", "2", "--optimizer", "sgd"), marks=pytest.mark.soak),
         ("--strategy", "zero2", "--precision", "bf16", "--steps", "10"),
         ("--strategy", "hfsdp", "--mesh", "1", "2", "--steps", "10"),
     ],
