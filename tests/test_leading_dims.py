@@ -207,3 +207,11 @@ def test_local_shapes() -> None:
     assert [tuple(layout.local_shape(0, rank)) for rank in range(4)] == [(2, 4), (2, 4), (2, 4), (0, 4)]
     assert spec.leaf("e").leading_dims == 2 and spec.leaf("e").shape == (2, 3, 4)
     assert spec.digest() != mf.plan(params, mf.AbstractMesh((4,), ("dp",), 1), mf.zero3()).digest()
+
+
+def test_rules_about_rows_are_refused_where_nothing_is_cut() -> None:
+    mesh = mf.AbstractMesh((2,), ("dp",))
+    rules: dict[str, Any] = {"leading_dims": 2, "split_by_row_size": True}
+    for name, value in rules.items():
+        with pytest.raises(mf.PlanError, match=f"`{name}` got {value!r}; expected none where nothing is cut"):
+            mf.plan(params_of(), mesh, mf.ddp(), precision=EXACT, **{name: value})

@@ -127,7 +127,7 @@ def ours(case: Case, how: str, *, stored: bool = True) -> Contender:
 def captured(case: Case, how: str) -> Contender:
     """Forward and backward of a form as one CUDA graph; needs CUDA.
 
-    All graphs of a case use one pool of memory: only one of them replays at a time, and their results are not kept.
+    Each graph has a memory pool of its own: a pool whose last graph is gone can't be captured into again.
     """
     if case.device.type != "cuda":
         raise NotHereError("needs CUDA")

@@ -1,4 +1,4 @@
-"""The only file that talks to `torch.distributed`, with `symmetric.py`, which does so in another kind of memory.
+"""The only file that talks to `torch.distributed`, with two that it launches through: `ragged.py` and `symmetric.py`.
 
 With these, `session.py`, `autodiff.py` and the compiled path they are also the only ones that use private torch API.
 

@@ -186,8 +186,8 @@ def _plan_alone(
     order = (*(unit for unit in present if not unit), *(unit for unit in present if unit))
     default, settings = settings_of(order, mesh, placements, grad_scale, block_size)
     _check_parallel(leaves, default.mesh)
-    for one in dict.fromkeys(settings[unit].placements for unit in order):
-        check_row_rules(one, shard_layout, leading_dims, split_by_row_size)
+    used = [settings[unit].placements for unit in order]
+    check_row_rules(used, shard_layout, leading_dims, split_by_row_size)
     leaves, groups = make_groups(
         tensors,
         leaves,

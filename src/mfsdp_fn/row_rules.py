@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from . import units
@@ -67,7 +67,10 @@ def _checked(name: str, depth: object) -> int:
 
 
 def check_row_rules(
-    placements: Placements, shard_layout: ShardLayout | None, leading_dims: object, split_by_row_size: object
+    placements: Iterable[Placements],
+    shard_layout: ShardLayout | None,
+    leading_dims: object,
+    split_by_row_size: object,
 ) -> None:
     """Refuse rules about rows where there is nothing that they could change.
 
@@ -80,10 +83,23 @@ def check_row_rules(
         raise PlanError(
             bad("split_by_row_size", "True", "False without padding", "pass shard_layout='padded' or 'auto'")
         )
-    for name, given in (("split_by_row_size", split_by_row_size), ("leading_dims", leading_dims != 1)):
-        if given and any(isinstance(p, TensorAtomic) for p in placements.optimizer):
+    finest = [placement for one in placements for placement in one.optimizer]
+    for name, value, given in (
+        ("split_by_row_size", split_by_row_size, split_by_row_size),
+        ("leading_dims", leading_dims, leading_dims != 1),
+    ):
+        if given and not any(placement.is_sharded for placement in finest):
             raise PlanError(
-                bad(name, "a value", "none with TensorAtomic, which cuts no tensor", "leave it out, or use RowAtomic()")
+                bad(name, repr(value), "none where nothing is cut, as under ddp()", "leave it out, or shard something")
+            )
+        if given and any(isinstance(placement, TensorAtomic) for placement in finest):
+            raise PlanError(
+                bad(
+                    name,
+                    "a value",
+                    "none with TensorAtomic, which cuts no tensor",
+                    "leave it out, or use RowAtomic()",
+                )
             )
 
 
