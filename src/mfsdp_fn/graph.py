@@ -63,13 +63,17 @@ _LOOKUPS = frozenset(
     )
 )
 
-# Key of the annotation that `traced.py` puts on gathers that backward makes again.
+# Key of the annotation that `traced.py` puts on gathers of `unshard`: whether backward makes them again.
 REGATHER = "mfsdp_fn.regather"
 
 
 def is_backward(node: fx.Node) -> bool:
     """Whether the node was traced under the backward annotation."""
     return (node.meta.get("custom") or {}).get("phase") == "backward"
+
+
+def _is_of_unshard(node: fx.Node) -> bool:
+    return REGATHER in (node.meta.get("custom") or {})
 
 
 def _is_regathered(node: fx.Node) -> bool:
@@ -152,6 +156,10 @@ def schedule(graph: fx.Graph) -> None:
     A gather's launch moves in front of the wait before it (in graph order), so that it runs beside the compute that
     uses that one; only one is ahead at a time, as in eager. A reduction's wait moves down to where its result is used
     or, at the latest, to where the next one is packed, so that one input buffer is alive at a time.
+
+    Every rank must end with the same order of collectives, and its optimizer's part of the graph is its own: a rank
+    that holds no element of a unit updates nothing there. So what may move never depends on what it is computed from:
+    only gathers of `unshard` move, and only inside one forward and backward.
     """
     waits = [
         node
@@ -159,9 +167,12 @@ def schedule(graph: fx.Graph) -> None:
         if node.target is WAIT and isinstance(node.args[0], fx.Node) and node.args[0].target is GATHER
     ]
     for earlier, later in itertools.pairwise(waits):
-        launch = later.args[0]
+        before, launch = earlier.args[0], later.args[0]
+        assert isinstance(before, fx.Node)
         assert isinstance(launch, fx.Node)
-        _hoist(graph, launch, earlier)
+        next_forward = is_backward(before) and not is_backward(launch)
+        if _is_of_unshard(before) and _is_of_unshard(launch) and not next_forward:
+            _hoist(graph, launch, earlier)
     _sink_reduction_waits(graph)
 
 
@@ -191,6 +202,9 @@ def _sink_reduction_waits(graph: fx.Graph) -> None:
         for node in list(graph.nodes)[place[launch] + 1 : place[target]]:
             waits_here = node.target is WAIT and node.args[0] is launch
             if waits_here or any(needed in dependent for needed in node.all_input_nodes):
+                if node.target in COLLECTIVES:  # launches stay where they are, on every rank
+                    target = node
+                    break
                 dependent.append(node)
         if any(needed in dependent for needed in target.all_input_nodes):
             continue
