@@ -15,6 +15,9 @@ LR = 1e-4
 T = TypeVar("T")
 
 
+NO_WIRE = "one rank sends nothing"
+
+
 class NotHereError(Exception):
     """A contender that this machine can't run."""
 

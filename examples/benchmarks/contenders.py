@@ -18,6 +18,7 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
     "mfsdp_fn, module": lambda case: ours(case, "module"),
     "mfsdp_fn, blocks compiled": lambda case: ours(case, "blocks compiled"),
     "mfsdp_fn, one graph": lambda case: ours(case, "one graph"),
+    "mfsdp_fn, one graph, cast at gather": lambda case: ours(case, "one graph", stored=False),
     "mfsdp_fn, CUDA graph of eager": lambda case: captured(case, "eager"),
     "mfsdp_fn, CUDA graph of one graph": lambda case: captured(case, "one graph"),
     "compute alone": lambda case: compute_alone(case),

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from case import LR, Case, Contender, NotHereError, norms_of
+from case import LR, NO_WIRE, Case, Contender, NotHereError, norms_of
 from model import Config, build
 
 import mfsdp_fn as mf
 from mfsdp_fn.collectives import PendingCollective, all_gather, reduce_scatter
 
-UNITS = ("blocks.*",)
+UNITS = ("blocks.*", "emb", "head")
 Loss = Callable[[mf.ShardState, torch.Tensor, torch.Tensor], torch.Tensor]
 optimizer = mf.optim.adamw(lr=LR)
 
@@ -76,12 +76,12 @@ def loss_of(config: Config, how: str) -> Loss:
         block = torch.compile(block, dynamic=False)
 
     def written_out(state: mf.ShardState, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        root = mf.unshard(state[""])
-        x = F.embedding(tokens, root["emb.weight"])
+        x = F.embedding(tokens, mf.unshard(state["emb"])["weight"])
         for name in names:
             x = block(mf.unshard(state[name]), x)
-        x = F.rms_norm(x, (config.width,), root["norm.weight"])
-        return F.cross_entropy(F.linear(x, root["head.weight"]).flatten(0, 1).float(), targets.flatten())
+        x = F.rms_norm(x, (config.width,), mf.unshard(state[""])["norm.weight"])
+        logits = F.linear(x, mf.unshard(state["head"])["weight"])
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def bridged(state: mf.ShardState, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return mf.functional_call(skeleton, state, (tokens, targets))
@@ -164,6 +164,8 @@ def wire_alone(case: Case, *, side_by_side: bool) -> Contender:
     One after the other, or as a step can have them at best: forward's gathers, then each of backward's gathers beside
     a reduction, at most two of each under way.
     """
+    if case.mesh.size() == 1:
+        raise NotHereError(NO_WIRE)
     state = case.once("mfsdp_fn", lambda: Weights(case)).state(True)
     pairs = list(zip(state.spec.groups, state.main, state.compute, strict=True))
     longest = max(group.layout.size for group in state.spec.groups)

@@ -31,8 +31,8 @@ def _make_fsdp2(case: Case) -> _Trained:
     module = build(case.config, case.device)
     blocks = Blocks(module)
     policy = MixedPrecisionPolicy(param_dtype=case.compute, reduce_dtype=case.reduce)
-    for block in module.blocks:
-        fully_shard(block, mesh=case.mesh, mp_policy=policy)
+    for part in (module.emb, *module.blocks, [module.norm, module.head]):  # as torchtitan groups them
+        fully_shard(part, mesh=case.mesh, mp_policy=policy)
     fully_shard(module, mesh=case.mesh, mp_policy=policy)
     return _Trained(blocks, module, _adamw(module, case))
 
@@ -45,7 +45,7 @@ def _set_prefetch(module: Model, ahead: int) -> None:
 
 
 def fsdp2(case: Case, *, compiled: bool = False, prefetch: bool = False) -> Contender:
-    """PyTorch FSDP2: a group a block and the rest in the root; `prefetch`: two blocks ahead, set explicitly."""
+    """PyTorch FSDP2: a group a block, the embedding, norm with head; `prefetch`: two blocks ahead, set explicitly."""
     made = case.once("FSDP2", lambda: _make_fsdp2(case))
 
     def ready() -> nn.Module:

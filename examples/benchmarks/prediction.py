@@ -53,8 +53,9 @@ class Prediction:
 
 
 def _total(moves: Iterable[tuple[Move, int]]) -> Traffic:
-    """Of (move, bytes an element); an uneven collective carries the largest part for everyone."""
-    sizes = [max(move.sizes) * len(move.sizes) * itemsize for move, itemsize in moves if sum(move.sizes)]
+    """Of (move, bytes an element); an uneven collective carries the largest part for everyone, one rank nothing."""
+    sending = [(move, itemsize) for move, itemsize in moves if sum(move.sizes) and move.axis.size > 1]
+    sizes = [max(move.sizes) * len(move.sizes) * itemsize for move, itemsize in sending]
     return Traffic(len(sizes), sum(sizes))
 
 
@@ -78,8 +79,8 @@ def predict(spec: mf.ShardSpec, *, microbatches: int = 1) -> Prediction:
         scatters += [_total((move, reduce) for move in group.grad_scatters)] * microbatches
         scatters.append(_total((move, reduce) for move in group.deferred_scatters))
         size = group.grad_range.size * reduce
-        if size:
-            all_reduces.append(Traffic(len(group.deferred_all_reduces), size * len(group.deferred_all_reduces)))
+        count = sum(axis.size > 1 for axis in group.deferred_all_reduces) if size else 0
+        all_reduces.append(Traffic(count, size * count))
     by_kind = {"gather": _add(*gathers), "scatter": _add(*scatters), "all_reduce": _add(*all_reduces)}
     numel = spec.numel
     return Prediction(
@@ -138,7 +139,7 @@ def lines(prediction: Prediction, ranks: int) -> list[str]:
         )
     p = prediction
     return [
-        f"  a step: {', '.join(moved)}",
+        f"  a step: {', '.join(moved) or 'nothing is sent'}",
         f"  resident {p.resident / GIB:.2f} GiB (main {p.main / GIB:.2f}, compute {p.compute / GIB:.2f}), gradients "
         f"{p.gradients / GIB:.2f}, largest gathered unit {p.largest_unit / GIB:.3f}, padding {p.padding:.3%}",
         f"  peak without activations at most {p.peak / GIB:.2f} GiB",

@@ -154,7 +154,8 @@ class PendingCollective:
     """A launched collective. `wait` gives its result; one that is dropped unwaited leaks its buffers.
 
     `sizes` are the true sizes of an uneven gather's segments, where they were padded to the largest. `work` is what
-    to wait for where it isn't the tensor itself; `source` what the transfer reads, alive until then.
+    to wait for where it isn't the tensor itself; `source` what the transfer reads, alive until then. Over one rank
+    nothing is `on_wire`.
     """
 
     raw: torch.Tensor | Arrival | Staged
@@ -162,11 +163,14 @@ class PendingCollective:
     dtype: torch.dtype
     work: dist.Work | None = None
     source: torch.Tensor | None = None
+    on_wire: bool = True
 
     def wait(self) -> torch.Tensor:
         """The result, ordered after the collective on the current stream."""
         if isinstance(self.raw, (Arrival, Staged)):
             done = self.raw.wait()
+        elif not self.on_wire:
+            done = self.raw
         elif self.work is None:
             done = _ops.wait_tensor(self.raw)
         else:
@@ -196,12 +200,9 @@ def _ragged_group(wire: torch.Tensor, name: str) -> dist.ProcessGroup | None:
     return group if ragged.takes_lists(group, wire.device) else None
 
 
-def _is_alone(axis: Axis) -> bool:
-    """An abstract axis of one rank: nothing to communicate, so transforms run without any process group.
-
-    On a real mesh an axis of size 1 communicates like any other, which keeps one code path.
-    """
-    return axis.size == 1 and axis.gather_group is None and axis.simulated is None
+def _alone(tensor: torch.Tensor) -> PendingCollective:
+    """What any collective over an axis of one rank is: a copy, and nothing is sent."""
+    return PendingCollective(tensor.clone(), None, tensor.dtype, on_wire=False)
 
 
 def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:
@@ -210,8 +211,8 @@ def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pending
     Bytes received a rank: (sum of sizes - own) times the element size. Uneven sizes: NCCL writes each segment where
     it belongs; on other backends, and in compiled graphs, the wire carries the largest size for everyone.
     """
-    if _is_alone(axis):
-        return PendingCollective(local.clone(), None, local.dtype)
+    if axis.size == 1:
+        return _alone(local)
     if axis.simulated is not None:
         return PendingCollective(axis.simulated.all_gather(local, sizes), None, local.dtype)
     name = _group(axis.gather_group, "all-gather")
@@ -244,8 +245,8 @@ def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pend
 
     Bytes sent a rank: (sum of sizes - own) times the element size. Uneven sizes: as in `all_gather`.
     """
-    if _is_alone(axis):
-        return PendingCollective(full.clone(), None, full.dtype)
+    if axis.size == 1:
+        return _alone(full)
     if axis.simulated is not None:
         return PendingCollective(axis.simulated.reduce_scatter(full, sizes), None, full.dtype)
     name = _group(axis.reduce_group, "reduce")
@@ -265,8 +266,8 @@ def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> Pend
 
 def all_reduce(full: torch.Tensor, axis: Axis) -> PendingCollective:
     """Launch a sum all-reduce of `full` over `axis` (out of place)."""
-    if _is_alone(axis):
-        return PendingCollective(full.clone(), None, full.dtype)
+    if axis.size == 1:
+        return _alone(full)
     if axis.simulated is not None:
         return PendingCollective(axis.simulated.all_reduce(full), None, full.dtype)
     name = _group(axis.reduce_group, "reduce")
@@ -277,6 +278,8 @@ def all_reduce(full: torch.Tensor, axis: Axis) -> PendingCollective:
 
 def broadcast(tensor: torch.Tensor, axis: Axis) -> PendingCollective:
     """Launch a broadcast of the first rank's `tensor` over `axis` (out of place)."""
+    if axis.size == 1:
+        return _alone(tensor)
     if axis.simulated is not None:
         return PendingCollective(axis.simulated.broadcast(tensor), None, tensor.dtype)
     wire = tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)

@@ -63,8 +63,10 @@ _LOOKUPS = frozenset(
     )
 )
 
-# Key of the annotation that `traced.py` puts on gathers of `unshard`: whether backward makes them again.
+# Keys of the annotations that `traced.py` makes. On gathers of `unshard`: whether backward makes them again. On the
+# reductions of its transpose: how many of their inputs may be alive at once.
 REGATHER = "mfsdp_fn.regather"
+INFLIGHT = "mfsdp_fn.inflight"
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -81,7 +83,10 @@ def _is_regathered(node: fx.Node) -> bool:
 
 
 def _regathered_parts(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The forward's annotated nodes (cast, gather, wait, views), those of one gathered group together, in order."""
+    """The forward's annotated nodes (cast, gather, wait, views), those of one gathered group together, in order.
+
+    Over one rank there is no gather; a cast alone is made again too. Views alone cost nothing.
+    """
     part_of: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if not _is_regathered(node) or is_backward(node):
@@ -94,7 +99,7 @@ def _regathered_parts(graph: fx.Graph) -> list[list[fx.Node]]:
                     part_of[member] = part
         part_of.setdefault(node, part)
     parts = {id(part): part for part in part_of.values()}.values()
-    return [part for part in parts if any(node.target is GATHER for node in part)]
+    return [part for part in parts if any(node.target not in VIEWS for node in part)]
 
 
 def _with_views(part: list[fx.Node], place: dict[fx.Node, int], end: int) -> list[fx.Node]:
@@ -155,7 +160,8 @@ def schedule(graph: fx.Graph) -> None:
 
     A gather's launch moves in front of the wait before it (in graph order), so that it runs beside the compute that
     uses that one; only one is ahead at a time, as in eager. A reduction's wait moves down to where its result is used
-    or, at the latest, to where the next one is packed, so that one input buffer is alive at a time.
+    or, at the latest, to where the next one is packed, so that one input buffer is alive at a time; with
+    `max_inflight_reductions` to where the one after as many is.
 
     Every rank must end with the same order of collectives, and its optimizer's part of the graph is its own: a rank
     that holds no element of a unit updates nothing there. So what may move never depends on what it is computed from:
@@ -195,7 +201,11 @@ def _hoist(graph: fx.Graph, launch: fx.Node, target: fx.Node) -> None:
 
 def _sink_reduction_waits(graph: fx.Graph) -> None:
     reductions = [node for node in graph.nodes if node.target in REDUCTIONS]
-    for launch, following in itertools.pairwise(reductions):
+    for number, launch in enumerate(reductions):
+        alive = (launch.meta.get("custom") or {}).get(INFLIGHT, 1)
+        if number + alive >= len(reductions):
+            continue
+        following = reductions[number + alive]
         target = _packing_of(following)
         place = {node: at for at, node in enumerate(graph.nodes)}
         dependent: list[fx.Node] = []

@@ -128,6 +128,16 @@ class GroupSpec:
         return moves(self.layout, self.placements.gradient, whole, self.axes)[::-1]
 
     @functools.cached_property
+    def wire_gathers(self) -> tuple[Move, ...]:
+        """`gathers` without axes of one rank, over which the gathered buffer is the local one itself."""
+        return tuple(move for move in self.gathers if move.axis.size > 1)
+
+    @functools.cached_property
+    def wire_scatters(self) -> tuple[Move, ...]:
+        """`grad_scatters` without axes of one rank, over which the sum is what was packed."""
+        return tuple(move for move in self.grad_scatters if move.axis.size > 1)
+
+    @functools.cached_property
     def deferred_scatters(self) -> tuple[Move, ...]:
         """The reduce-scatters that wait for the last microbatch, in order."""
         return moves(self.layout, self.placements.optimizer, self.placements.gradient, self.axes)[::-1]

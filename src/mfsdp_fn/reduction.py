@@ -115,8 +115,8 @@ def _launch(
 
 
 def launch(group: GroupSpec, packed: torch.Tensor) -> PendingReduction:
-    """Launch the reduce-scatters that each microbatch needs (none for ddp and zero1)."""
-    return _launch(packed, group.grad_scatters, (), (group.name, "backward"))
+    """Launch the reduce-scatters that each microbatch needs: none for ddp and zero1, nor over axes of one rank."""
+    return _launch(packed, group.wire_scatters, (), (group.name, "backward"))
 
 
 def accumulate(

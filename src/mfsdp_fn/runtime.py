@@ -38,8 +38,8 @@ class ExecutionOrder:
 class RuntimePolicy:
     """Settings that change when things are launched, where and what is kept, never results (seed: context).
 
-    All ranks must plan with the same policy; `plan` compares it. A compiled step follows only those that say what
-    is reduced or kept, and which communicator is used: when to launch is the compiler's choice.
+    All ranks must plan with the same policy; `plan` compares it. A compiled step follows those that say what is
+    reduced or kept and which communicator is used, and `max_inflight_reductions`; it gathers one unit ahead.
 
     Args:
         keep_gathered: unit patterns whose gathered weights are kept from forward to backward (one gather a

@@ -77,7 +77,7 @@ class Record:
         """Launch the gathers of every group."""
         unit = self.unit
         return [
-            launch_gather(weights_of(group, main, compute), group.gathers, label=(group.name, phase.value))
+            launch_gather(weights_of(group, main, compute), group.wire_gathers, label=(group.name, phase.value))
             for group, main, compute in zip(self.groups, unit.main, unit.compute, strict=True)
         ]
 

@@ -14,7 +14,7 @@ import torch.fx.traceback
 
 from . import collectives, reduction
 from .errors import StateError, bad
-from .graph import REGATHER
+from .graph import INFLIGHT, REGATHER
 from .group import GroupSpec
 from .model_weights import weights_of
 from .packing import pack
@@ -49,21 +49,21 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, slot: torch.Tensor, local: torch.Tensor, group: GroupSpec, stored: bool, again: bool
+        ctx: Any, slot: torch.Tensor, local: torch.Tensor, group: GroupSpec, stored: bool, again: bool, inflight: int
     ) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
+        ctx.group, ctx.inflight = group, inflight
         with torch.fx.traceback.annotate({REGATHER: again}):  # a cast too: nothing of it lives on into backward
             return _views(group, _gather(group, local if stored else weights_of(group, local, None)))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        with torch.fx.traceback.annotate(_BACKWARD):
-            return _reduce(ctx.group, grads), None, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        with torch.fx.traceback.annotate({**_BACKWARD, INFLIGHT: ctx.inflight}):
+            return _reduce(ctx.group, grads), None, None, None, None, None
 
 
 def _gather(group: GroupSpec, local: torch.Tensor) -> torch.Tensor:
     flat = local
-    for move in group.gathers:
+    for move in group.wire_gathers:
         flat = collectives.all_gather(flat, move.sizes, move.axis).wait()
     return flat
 
@@ -113,6 +113,7 @@ class Session:
 
     def _gather(self, unit: UnitState) -> dict[int, torch.Tensor]:
         spec = unit.spec
+        inflight = self.states[0].spec.runtime.max_inflight_reductions
         by_group: dict[int, Sequence[torch.Tensor]] = {}
         numbers = spec.unit_groups(unit.unit)
         for number, main, compute in zip(numbers, unit.main, unit.compute, strict=True):
@@ -127,7 +128,7 @@ class Session:
             self.slots[unit.root, number] = slot
             stored = compute is not None
             # One of the two, since without elements they may be one tensor, which Dynamo takes once.
-            by_group[number] = _Unshard.apply(slot, compute if stored else main, group, stored, again)
+            by_group[number] = _Unshard.apply(slot, compute if stored else main, group, stored, again, inflight)
         return unit_values(spec, unit.unit, by_group)
 
 
