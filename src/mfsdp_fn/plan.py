@@ -66,8 +66,10 @@ def plan(
         units: patterns of subtrees that are gathered together; what none matches goes to the root unit ``""``.
         precision: dtypes of the buffers.
         shard_layout: "padded", "unpadded", "auto", or the enum. Auto pads a group unless that makes its largest
-            segment more than 1/32 longer; `spec.explain()` has both predictions. Padded segments are those of
-            `build_for_row_atomic`, or shorter where another placement of the tensors allows it.
+            segment more than 1/32 longer, or else all that is gathered more than 1/8 (and 64 KiB) longer where uneven
+            segments travel as they are: over NCCL, and so planned for an `AbstractMesh`. `spec.explain()` has the
+            predictions. Padded segments are those of `build_for_row_atomic`, or shorter where another placement of
+            the tensors allows it. Other values than "padded" are refused where no rows are cut (`ddp`, `TensorAtomic`).
         block_size: rows that are never cut apart.
         owners: for `TensorAtomic`, the owner of every tensor, by path: a rank of the mesh (or, where only some axes
             are sharded, of the sub-mesh of those), row-major. A tied tensor's owner may stand at any of its paths.
@@ -197,6 +199,7 @@ def _plan_alone(
         owners,
         runtime.store_compute_weights,
         split_by_row_size,
+        runtime.use_symmetric_memory,
     )
     if runtime.use_symmetric_memory:
         check_symmetric_memory(groups)
