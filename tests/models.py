@@ -153,7 +153,7 @@ def accumulated(
     grads = None
     for number, batch in enumerate(batches):
         last = number == len(batches) - 1
-        step = mf.value_and_grad(loss_fn, is_last_microbatch=last, accumulate=grads, donate=donate and number > 0)
+        step = mf.value_and_grad(loss_fn, is_last_microbatch=last, accumulate=grads, donate=donate)
         _, grads = step(state, batch, *args)
     return grads
 

@@ -227,9 +227,17 @@ def test_bad_arguments_are_refused_by_name(options: dict[str, Any], text: str) -
 
 def test_rules_about_rows_mean_nothing_to_whole_tensors() -> None:
     whole = mf.Placements((mf.TensorAtomic(),), (mf.TensorAtomic(),), (mf.TensorAtomic(),))
-    for name, value in (("leading_dims", 2), ("split_by_row_size", True)):
+    rules: list[tuple[str, Any, str]] = [
+        ("leading_dims", 2, "2"),
+        ("split_by_row_size", True, "True"),
+        ("shard_layout", "unpadded", "'unpadded'"),
+        ("shard_layout", mf.ShardLayout.UNPADDED, "'unpadded'"),
+        ("shard_layout", "auto", "'auto'"),
+    ]
+    for name, value, shown in rules:
         options: dict[str, Any] = {name: value}
-        with pytest.raises(mf.PlanError, match=f"`{name}` got a value; expected none with TensorAtomic"):
+        text = f"`{name}` got {shown}; expected none with TensorAtomic, which cuts no tensor; leave it out, or use Row"
+        with pytest.raises(mf.PlanError, match=text):
             mf.plan(meta([(2, 3, 4)]), mf.AbstractMesh((2,), ("dp",)), whole, owners={"p0": 0}, **options)
 
 

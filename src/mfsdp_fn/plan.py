@@ -12,7 +12,7 @@ import torch
 from . import collectives, tensor_parallel, tree
 from . import units as units_module
 from .agreement import agree, description
-from .by_unit import default_mesh, settings_of
+from .by_unit import check_keep_gathered, default_mesh, settings_of
 from .collectives import Mesh
 from .errors import PlanError, bad
 from .grouping import make_groups, places_on
@@ -212,17 +212,7 @@ def _plan_alone(
                 "give nn.Parameters, or call requires_grad_() on what should be trained",
             )
         )
-    units_module.check_patterns("runtime.keep_gathered", runtime.keep_gathered)
-    for pattern in runtime.keep_gathered:
-        if not any(units_module.matches(pattern, units_module.split(unit)) for unit in order):
-            raise PlanError(
-                bad(
-                    "runtime.keep_gathered",
-                    repr(pattern),
-                    f"a pattern that matches one of the units {order[:6]}",
-                    "mend the pattern or leave it out",
-                )
-            )
+    check_keep_gathered(runtime.keep_gathered, settings)
     if tree.is_mixed(template):
         for unit in order:
             _check_unit_is_one_subtree(unit, leaves, template)
