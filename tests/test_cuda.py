@@ -24,6 +24,7 @@ from models import (
     assert_equal,
     batch_of,
     bilinear,
+    layouts_of,
     plain_training,
     sgd,
     sharded_loss,
@@ -68,7 +69,7 @@ def train(rank: int, world: int, delays: bool) -> None:
     shapes = [((world,), p) for p in ("ddp", "zero1", "zero2", "zero3")]
     shapes += [(shape, p) for shape in {(world, 1), (1, world)} for p in ("hsdp", "hfsdp")]
     for shape, preset in shapes:
-        for layout in ("padded", "unpadded"):
+        for layout in layouts_of(preset, "padded", "unpadded"):
             state, params = planned(preset, *shape, shard_layout=layout)
             context = delayed(rank) if delays else contextlib.nullcontext()
             with context:

@@ -117,9 +117,9 @@ def test_auto_pads_for_symmetric_memory() -> None:
     assert choice.picked == "padded" and choice.why == "symmetric memory takes only equal segments"
     # So what is refused on the CPU is not auto's choice.
     runtime = mf.RuntimePolicy(use_symmetric_memory=True)
-    with pytest.raises(mf.PlanError, match="`runtime.use_symmetric_memory` got True, but"):
+    with pytest.raises(mf.PlanError, match=r"`runtime.use_symmetric_memory` got True, but"):
         planned(meta([(17, 4096)]), 16, shard_layout="auto", runtime=runtime)
-    with pytest.raises(mf.PlanError, match="`runtime.use_symmetric_memory` got True with ragged segments"):
+    with pytest.raises(mf.PlanError, match=r"`runtime.use_symmetric_memory` got True with ragged segments"):
         planned(meta([(17, 4096)]), 16, shard_layout="unpadded", runtime=runtime)
 
 

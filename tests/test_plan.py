@@ -152,8 +152,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"runtime": mf.RuntimePolicy(keep_gathered=("",)), "placements": placements},
-            r"`runtime.keep_gathered` got '', whose units \(''?,\) keep whole weights; expected a pattern of units that are "
-            r"gathered, as under zero3\(\), hsdp\(\) or hfsdp\(\); leave it out",
+            r"`runtime.keep_gathered` got '', whose units \(''?,\) keep whole weights; expected a pattern of units "
+            r"that are gathered, as under zero3\(\), hsdp\(\) or hfsdp\(\); leave it out",
         )
         for placements in (mf.ddp(), mf.zero1(), mf.zero2())
     ),

@@ -27,8 +27,7 @@ LITTLE = 2**16  # bytes
 
 
 class Wire(enum.Enum):
-    """How uneven segments travel in eager code: as they are (NCCL), padded to the largest (Gloo), or not at all
-    (symmetric memory)."""
+    """How uneven segments travel in eager code: as they are (NCCL), padded (Gloo), or not at all (symmetric memory)."""
 
     AS_THEY_ARE = "as they are"
     PADDED = "padded"
