@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import mfsdp_fn as mf
 from layouts import with_kind
-from mfsdp_fn import collectives
+from mfsdp_fn import collectives, communicators
 from models import (
     EXACT,
     PRESETS,
@@ -281,7 +281,7 @@ SIZES = ((5, 0), (0, 7), (3, 9), (4096, 12345), (8, 8))
 
 def uneven_collectives(rank: int, world: int, delays: bool) -> None:
     """Values, and that what a transfer reads and writes isn't used again before it is waited for."""
-    (axis,) = collectives.axes_of(mesh(world))
+    (axis,) = communicators.axes_of(mesh(world))
     with delayed(rank) if delays else contextlib.nullcontext():
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.bool):
             for sizes in SIZES:

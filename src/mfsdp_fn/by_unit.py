@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import units as units_module
-from .collectives import Mesh, ranks_of
+from .communicators import Mesh, ranks_of
 from .errors import PlanError, bad
 from .mesh import AbstractMesh, check_abstract_mesh
 from .placement import Placements, RowAtomic, check_placements, with_block_size

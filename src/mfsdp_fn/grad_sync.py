@@ -23,8 +23,8 @@ def reduce(
     One reduce-scatter a trainable group over each axis its gradients are sharded over, in the wire's dtype; with
     ddp and zero1 an all-reduce or reduce-scatter of what was accumulated, on the last microbatch. Outer axes are
     left to `reduce_outer`, and with them, in a plan that mixes placements by unit, whatever else waits: a state is
-    finished as a whole, so ddp and zero1 units beside hsdp ones are reduced there too. With `RuntimePolicy.caller_managed_grad_sync` everything that can wait is left to
-    `finish_grad_sync`.
+    finished as a whole, so ddp and zero1 units beside hsdp ones are reduced there too. With
+    `RuntimePolicy.caller_managed_grad_sync` everything that can wait is left to `finish_grad_sync`.
 
     Args:
         grads: tree of the planned structure; a leaf may be None, which is zero. Gradients given at both places of

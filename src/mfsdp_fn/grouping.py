@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import layout_builder, ragged
 from .by_unit import UnitSettings
-from .collectives import Axis, Mesh
+from .communicators import Axis, Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
 from .group_order import aligned_order, rotated_order, turns_of

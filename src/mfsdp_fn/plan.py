@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from . import collectives, tensor_parallel, tree
+from . import communicators, tensor_parallel, tree
 from . import units as units_module
 from .agreement import agree, description
 from .by_unit import check_keep_gathered, default_mesh, settings_of
-from .collectives import Mesh
+from .communicators import Mesh
 from .errors import PlanError, bad
 from .grouping import make_groups, places_on
 from .placement import Placements, ShardLayout
@@ -132,14 +132,14 @@ def plan(
 
 def _with_communicators(spec: ShardSpec, *, separate_reductions: bool) -> ShardSpec:
     """The spec with every mesh's communicators, made in one order on every rank."""
-    found = {id(mesh): collectives.axes_of(mesh, separate_reductions=separate_reductions) for mesh in spec.meshes}
+    found = {id(mesh): communicators.axes_of(mesh, separate_reductions=separate_reductions) for mesh in spec.meshes}
     groups = tuple(
-        dataclasses.replace(group, axes=collectives.of_group(found[id(group.mesh)], group.name))
+        dataclasses.replace(group, axes=communicators.of_group(found[id(group.mesh)], group.name))
         for group in spec.groups
     )
     parallel = _first_parallel(spec.leaves)
-    beside = () if parallel is None else collectives.axes_of(parallel.mesh, separate_reductions=False)
-    axes = collectives.of_group(found[id(spec.mesh)], "")
+    beside = () if parallel is None else communicators.axes_of(parallel.mesh, separate_reductions=False)
+    axes = communicators.of_group(found[id(spec.mesh)], "")
     return dataclasses.replace(spec, groups=groups, axes=axes, parallel_axes=beside)
 
 
@@ -230,7 +230,7 @@ def _plan_alone(
         namespace=namespace,
         text_digest=digest,
         parallel_axes=places_on(parallel.mesh) if (parallel := _first_parallel(leaves)) else (),
-        anchor=torch.zeros((), device=collectives.device_of(default.mesh), requires_grad=True),
+        anchor=torch.zeros((), device=communicators.device_of(default.mesh), requires_grad=True),
     )
 
 
