@@ -333,6 +333,20 @@ def test_ragged_training_equals_the_unsharded_model(tmp_path: Any, world: int, d
     on_gpus(tmp_path, world, train_ragged, delays)
 
 
+def auto_layout(rank: int, world: int) -> None:
+    """NCCL sends uneven segments as they are: padding that lengthens no segment is still sent, and so left out."""
+    params = {"w": torch.arange((world + 1) * 2.0**15).view(world + 1, -1).requires_grad_()}
+    state = mf.shard(params, mf.plan(params, mesh(world), mf.zero3(), shard_layout="auto"))
+    whole = mf.unshard(state)["w"]
+    assert state.spec.groups[0].choice.picked == ("unpadded" if world > 1 else "padded")
+    assert whole.untyped_storage().nbytes() == params["w"].nbytes and torch.equal(whole.cpu(), params["w"])
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_auto_layouts_over_nccl(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, auto_layout)
+
+
 def ragged_dtypes(rank: int, world: int) -> None:
     """Weights in fp32 or bf16, gathered and reduced in their own dtype: equal to the padded layout's, bit for bit."""
     for dtype in (torch.float32, torch.bfloat16):
