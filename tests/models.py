@@ -34,6 +34,11 @@ PRESETS: dict[str, Callable[[], mf.Placements]] = {
 BLOCKS = ("blocks.*",)
 
 
+def layouts_of(preset: str, *layouts: str) -> tuple[str, ...]:
+    """Those that are taken: where nothing is cut, leaving padding out is refused."""
+    return tuple(layout for layout in layouts if (preset, layout) != ("ddp", "unpadded"))
+
+
 def mesh_of(*shape: int) -> DeviceMesh | SimulatedMesh:
     """A mesh over the whole world: of this process' pool (made once), or of the simulation that the caller is in."""
     names = ("outer", "inner")[-len(shape) :]
@@ -153,7 +158,7 @@ def accumulated(
     grads = None
     for number, batch in enumerate(batches):
         last = number == len(batches) - 1
-        step = mf.value_and_grad(loss_fn, is_last_microbatch=last, accumulate=grads, donate=donate and number > 0)
+        step = mf.value_and_grad(loss_fn, is_last_microbatch=last, accumulate=grads, donate=donate)
         _, grads = step(state, batch, *args)
     return grads
 

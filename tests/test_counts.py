@@ -11,7 +11,7 @@ import torch
 
 import mfsdp_fn as mf
 from counting import Counting
-from models import BLOCKS, PRESETS, accumulated, batch_of, bilinear, block, mesh_of, sgd, sharded_loss
+from models import BLOCKS, PRESETS, accumulated, batch_of, bilinear, block, layouts_of, mesh_of, sgd, sharded_loss
 from models import made as made_with_params
 from pool import run_ranks
 
@@ -42,7 +42,7 @@ def add(*counts: dict[str, int]) -> dict[str, int]:
 
 def count_steps(rank: int, world: int, preset: str, shape: tuple[int, ...]) -> None:
     gathers, step_gathers, each, last = TABLE[preset] if world > 1 else (0, 0, {}, {})
-    for layout in ("padded", "unpadded"):
+    for layout in layouts_of(preset, "padded", "unpadded"):
         state = made(preset, *shape, shard_layout=layout)
         inner, outer = state.spec.groups[0].axes[-1], state.spec.groups[0].axes[0]
         grads = None

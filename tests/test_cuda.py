@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import mfsdp_fn as mf
 from layouts import with_kind
-from mfsdp_fn import collectives
+from mfsdp_fn import collectives, communicators
 from models import (
     EXACT,
     PRESETS,
@@ -24,6 +24,7 @@ from models import (
     assert_equal,
     batch_of,
     bilinear,
+    layouts_of,
     plain_training,
     sgd,
     sharded_loss,
@@ -68,7 +69,7 @@ def train(rank: int, world: int, delays: bool) -> None:
     shapes = [((world,), p) for p in ("ddp", "zero1", "zero2", "zero3")]
     shapes += [(shape, p) for shape in {(world, 1), (1, world)} for p in ("hsdp", "hfsdp")]
     for shape, preset in shapes:
-        for layout in ("padded", "unpadded"):
+        for layout in layouts_of(preset, "padded", "unpadded"):
             state, params = planned(preset, *shape, shard_layout=layout)
             context = delayed(rank) if delays else contextlib.nullcontext()
             with context:
@@ -280,7 +281,7 @@ SIZES = ((5, 0), (0, 7), (3, 9), (4096, 12345), (8, 8))
 
 def uneven_collectives(rank: int, world: int, delays: bool) -> None:
     """Values, and that what a transfer reads and writes isn't used again before it is waited for."""
-    (axis,) = collectives.axes_of(mesh(world))
+    (axis,) = communicators.axes_of(mesh(world))
     with delayed(rank) if delays else contextlib.nullcontext():
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.bool):
             for sizes in SIZES:
@@ -330,6 +331,20 @@ def train_ragged(rank: int, world: int, delays: bool) -> None:
 @pytest.mark.parametrize("delays", [False, True])
 def test_ragged_training_equals_the_unsharded_model(tmp_path: Any, world: int, delays: bool) -> None:
     on_gpus(tmp_path, world, train_ragged, delays)
+
+
+def auto_layout(rank: int, world: int) -> None:
+    """NCCL sends uneven segments as they are: padding that lengthens no segment is still sent, and so left out."""
+    params = {"w": torch.arange((world + 1) * 2.0**15).view(world + 1, -1).requires_grad_()}
+    state = mf.shard(params, mf.plan(params, mesh(world), mf.zero3(), shard_layout="auto"))
+    whole = mf.unshard(state)["w"]
+    assert state.spec.groups[0].choice.picked == ("unpadded" if world > 1 else "padded")
+    assert whole.untyped_storage().nbytes() == params["w"].nbytes and torch.equal(whole.cpu(), params["w"])
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_auto_layouts_over_nccl(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, auto_layout)
 
 
 def ragged_dtypes(rank: int, world: int) -> None:

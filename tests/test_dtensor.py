@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 
 import mfsdp_fn as mf
 from mfsdp_fn.testing import single_rank
-from models import PRESETS, mesh_of
+from models import PRESETS, layouts_of, mesh_of
 from pool import run_ranks
 
 
@@ -25,7 +25,7 @@ def values_survive(rank: int, world: int, shape: tuple[int, ...], presets: list[
     params, mesh = tree(), mesh_of(*shape)
     assert isinstance(mesh, DeviceMesh)
     for preset in presets:
-        for layout in ("padded", "unpadded"):
+        for layout in layouts_of(preset, "padded", "unpadded"):
             spec = mf.plan(params, mesh, PRESETS[preset](), units=("p5",), shard_layout=layout)
             state = mf.shard(params, spec)
             found = mf.to_dtensors(state)

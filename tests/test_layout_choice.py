@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import mfsdp_fn as mf
 from deepseek import DENSE_LAYER, FUSED_LAYER, PER_EXPERT_LAYER, Shape
 from mfsdp_fn.explain import misaligned, misaligned_segments
 from mfsdp_fn.layout import validate_row_atomic
+from mfsdp_fn.layout_choice import Wire, choose_layout
 from models import EXACT, assert_equal, integers, mesh_of, trainable
 from pool import run_ranks
+from simulated import run_simulated
 
 BF16 = mf.MixedPrecisionPolicy(compute=torch.bfloat16, reduce=torch.bfloat16)
 
@@ -51,6 +55,72 @@ def test_auto_pads_up_to_the_threshold_and_no_further() -> None:
     assert wide.picked == "unpadded" and wide.padded * 32 > wide.ragged * 33
     near = planned(meta([(6400, 64), (6400, 65)]), 3, shard_layout="auto").groups[0].choice
     assert near.picked == "padded" and near.ragged <= near.padded <= near.ragged * 33 / 32
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "picked", "why"),
+    [
+        ([(17, 4096)], 16, "unpadded", "padded sends 88.24 % more: more than 1/8"),
+        ([(16, 4096)], 16, "padded", "unpadded is no shorter"),  # costs nothing
+        ([(15, 4096)], 16, "padded", "unpadded is no shorter"),  # 6.67 %: a sixteenth of the ranks hold nothing
+        ([(1, 4096)], 2, "padded", "unpadded is no shorter"),  # twice as much, but little: 16 KiB
+        ([(1, 16384)], 2, "padded", "unpadded is no shorter"),  # just 64 KiB
+        ([(1, 16388)], 2, "unpadded", "padded sends 100.00 % more: more than 1/8"),
+        ([(0, 4096)], 16, "padded", "unpadded is no shorter"),
+        ([()], 4, "padded", "unpadded is no shorter"),
+        ([(128, 64), (128, 65)], 128, "unpadded", "padded is 2066.67 % longer: more than 1/32"),  # segments come first
+    ],
+)
+def test_auto_goes_by_all_that_is_gathered_where_segments_are_alike(
+    shapes: list[Shape], ranks: int, picked: str, why: str
+) -> None:
+    (group,) = planned(meta(shapes), ranks, shard_layout="auto").groups
+    assert (group.choice.picked, group.choice.why) == (picked, why)
+    numel = sum(map(math.prod, shapes))
+    assert group.layout.size == (numel if picked == "unpadded" else group.choice.padded * ranks)
+
+
+def test_auto_never_gathers_more_than_an_eighth_and_64_kib_of_padding() -> None:
+    draw = random.Random(0)
+    kinds, found = ("sends", "longer: more", "no shorter"), set()
+    for _ in range(300):
+        shapes = [(draw.randint(1, 40), draw.choice((1, 64, 4096, 5000))) for _ in range(draw.randint(1, 4))]
+        ranks = draw.randint(1, 20)
+        (group,) = planned(meta(shapes), ranks, shard_layout="auto").groups
+        numel, choice = sum(map(math.prod, shapes)), group.choice
+        sent = group.layout.size - numel
+        assert sent * 8 <= numel or 4 * sent <= 2**16
+        if choice.padded * 32 <= choice.ragged * 33 and choice.padding * 8 <= numel:
+            assert choice.picked == "padded"
+        found.update(kind for kind in kinds if kind in choice.why)
+    assert found == {*kinds}
+
+
+def gathered(rank: int, world: int) -> tuple[str, str, int]:
+    """What auto picks for five rows of 32 KiB over this mesh, and how many elements a gather makes."""
+    params = {"w": torch.ones(world + 1, 8192, requires_grad=True)}
+    state = mf.shard(params, mf.plan(params, mesh_of(world), mf.zero3(), shard_layout="auto"))
+    whole = mf.unshard(state)["w"]
+    assert torch.equal(whole, params["w"])
+    (group,) = state.spec.groups
+    return group.choice.picked, group.choice.why, whole.untyped_storage().nbytes() // 4
+
+
+def test_auto_knows_how_uneven_segments_travel() -> None:
+    assert run_simulated(4, gathered) == [("unpadded", "padded sends 60.00 % more: more than 1/8", 5 * 8192)] * 4
+    # Gloo would pad them to the largest: as much on the wire, and a copy.
+    assert run_ranks(4, gathered) == [("padded", "unpadded is no shorter", 8 * 8192)] * 4
+
+
+def test_auto_pads_for_symmetric_memory() -> None:
+    _, choice = choose_layout((torch.Size([17, 4096]),), 16, shard_layout=None, wire=Wire.EQUAL_ONLY)
+    assert choice.picked == "padded" and choice.why == "symmetric memory takes only equal segments"
+    # So what is refused on the CPU is not auto's choice.
+    runtime = mf.RuntimePolicy(use_symmetric_memory=True)
+    with pytest.raises(mf.PlanError, match=r"`runtime.use_symmetric_memory` got True, but"):
+        planned(meta([(17, 4096)]), 16, shard_layout="auto", runtime=runtime)
+    with pytest.raises(mf.PlanError, match=r"`runtime.use_symmetric_memory` got True with ragged segments"):
+        planned(meta([(17, 4096)]), 16, shard_layout="unpadded", runtime=runtime)
 
 
 def test_the_choice_is_the_same_on_every_rank() -> None:
@@ -157,9 +227,17 @@ def test_bad_arguments_are_refused_by_name(options: dict[str, Any], text: str) -
 
 def test_rules_about_rows_mean_nothing_to_whole_tensors() -> None:
     whole = mf.Placements((mf.TensorAtomic(),), (mf.TensorAtomic(),), (mf.TensorAtomic(),))
-    for name, value in (("leading_dims", 2), ("split_by_row_size", True)):
+    rules: list[tuple[str, Any, str]] = [
+        ("leading_dims", 2, "2"),
+        ("split_by_row_size", True, "True"),
+        ("shard_layout", "unpadded", "'unpadded'"),
+        ("shard_layout", mf.ShardLayout.UNPADDED, "'unpadded'"),
+        ("shard_layout", "auto", "'auto'"),
+    ]
+    for name, value, shown in rules:
         options: dict[str, Any] = {name: value}
-        with pytest.raises(mf.PlanError, match=f"`{name}` got a value; expected none with TensorAtomic"):
+        text = f"`{name}` got {shown}; expected none with TensorAtomic, which cuts no tensor; leave it out, or use Row"
+        with pytest.raises(mf.PlanError, match=text):
             mf.plan(meta([(2, 3, 4)]), mf.AbstractMesh((2,), ("dp",)), whole, owners={"p0": 0}, **options)
 
 

@@ -211,7 +211,9 @@ def test_local_shapes() -> None:
 
 def test_rules_about_rows_are_refused_where_nothing_is_cut() -> None:
     mesh = mf.AbstractMesh((2,), ("dp",))
-    rules: dict[str, Any] = {"leading_dims": 2, "split_by_row_size": True}
+    rules: dict[str, Any] = {"leading_dims": 2, "split_by_row_size": True, "shard_layout": "unpadded"}
     for name, value in rules.items():
         with pytest.raises(mf.PlanError, match=f"`{name}` got {value!r}; expected none where nothing is cut"):
             mf.plan(params_of(), mesh, mf.ddp(), precision=EXACT, **{name: value})
+    spec = mf.plan(params_of(), mesh, mf.ddp(), precision=EXACT, shard_layout="auto")  # nothing to choose
+    assert spec == mf.plan(params_of(), mesh, mf.ddp(), precision=EXACT)

@@ -18,8 +18,10 @@ from models import (
     assert_equal,
     batch_of,
     bilinear,
+    integers,
     made,
     mesh_of,
+    plain_loss,
     plain_training,
     sgd,
     sharded_loss,
@@ -82,6 +84,69 @@ def train(rank: int, world: int, shapes: list[tuple[int, int]], mixes: list[mf.P
 @pytest.mark.parametrize("shapes", [[(1, 1)], [(2, 1), (1, 2)], [(2, 2), (1, 4), (4, 1)]])
 def test_every_mix_equals_the_unsharded_model(shapes: list[tuple[int, int]]) -> None:
     run_ranks(shapes[0][0] * shapes[0][1], train, shapes, list(allowed()), timeout=120.0)
+
+
+T = mf.TensorAtomic()
+BY_UNIT = {"": mf.ddp(), "blocks.0": mf.Placements((T,), (T,), (T,)), "blocks.1": mf.zero3()}
+FOR_SOME: list[dict[str, Any]] = [
+    {"shard_layout": "unpadded"},
+    {"shard_layout": "auto"},
+    {"block_size": 2},
+    {"leading_dims": 2},
+    {"split_by_row_size": True},
+    {"runtime": mf.RuntimePolicy(keep_gathered=("blocks.1", "blocks.*"))},
+]
+
+
+def for_some_units(rank: int, world: int) -> None:
+    """What means something to one unit only is no mistake, and changes nothing for the others."""
+    params = bilinear(DEPTH) | {"blocks.1.deep": integers(2, 3, 4, seed=7).requires_grad_()}
+    options: dict[str, Any] = {"units": BLOCKS, "precision": EXACT, "grad_scale": float(world)}  # thirds aren't exact
+    options["owners"] = {path: number % world for number, path in enumerate(params) if path.startswith("blocks.0.")}
+
+    def loss(p: Any, deep: torch.Tensor, batch: Any, factor: float) -> torch.Tensor:
+        return p(batch, factor) + (deep * batch[1].sum()).sum() * factor
+
+    def plain(p: Any, batch: Any, factor: float) -> torch.Tensor:
+        rest = {name: value for name, value in p.items() if name != "blocks.1.deep"}
+        return loss(lambda *given: plain_loss(rest, *given), p["blocks.1.deep"], batch, factor)
+
+    def sharded(state: mf.ShardState, batch: Any, factor: float) -> torch.Tensor:
+        deep = mf.unshard(state["blocks.1"])["deep"]
+        return loss(lambda *given: sharded_loss(state, *given), deep, batch, factor)
+
+    expected = plain_training(params, world, steps=STEPS, micros=2, loss=plain)
+    alike = mf.plan(params, mesh_of(world), BY_UNIT, **options)
+    for more in FOR_SOME:
+        spec = mf.plan(params, mesh_of(world), BY_UNIT, **options, **more)
+        for old, new in zip(alike.groups, spec.groups, strict=False):
+            assert old == new or new.unit == "blocks.1"
+        state = mf.shard(params, spec)
+        for step in range(STEPS):
+            batches = [batch_of(step, micro, rank) for micro in range(2)]
+            state = sgd(state, accumulated(sharded, state, batches, 1.0, donate=step == 2))
+        assert_equal(mf.unshard(state), expected, more)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_options_for_some_units_only_are_taken(world: int) -> None:
+    run_ranks(world, for_some_units)
+
+
+def test_options_for_no_unit_are_refused() -> None:
+    params = bilinear(DEPTH)
+    kept = mf.RuntimePolicy(keep_gathered=("blocks.1", "blocks.0"))
+    placements = {"": mf.zero3(), "blocks.0": mf.zero2()}
+    with pytest.raises(mf.PlanError, match=r"`runtime.keep_gathered` got 'blocks.0', whose units \('blocks.0',\) keep"):
+        mf.plan(params, mf.AbstractMesh((2,), ("dp",)), placements, units=BLOCKS, runtime=kept)
+    whole = mf.Placements((T,), (T,), (T,))
+    owners = {path: 0 for path in params if path.startswith("blocks.0.")}
+    mixed = {"": mf.ddp(), "blocks.0": whole}
+    refused: list[tuple[str, Any]] = [("shard_layout", "unpadded"), ("block_size", 2), ("split_by_row_size", True)]
+    for name, value in refused:
+        with pytest.raises(mf.PlanError, match=f"`{name}` got {value!r}; expected"):
+            options: dict[str, Any] = {"units": BLOCKS, "owners": owners, name: value}
+            mf.plan(params, mf.AbstractMesh((2,), ("dp",)), mixed, **options)
 
 
 def outer_alone(rank: int, world: int, shapes: list[tuple[int, int]]) -> None:

@@ -149,6 +149,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"owners": {"w": 0}}, "`owners` got owners; expected None without a TensorAtomic placement"),
     ({"runtime": mf.RuntimePolicy(keep_gathered=cast(Any, ""))}, "`runtime.keep_gathered` got ''; expected a tuple"),
     ({"runtime": mf.RuntimePolicy(keep_gathered=("l.*",))}, r"`runtime.keep_gathered` got 'l.\*'; expected a pattern"),
+    *(
+        (
+            {"runtime": mf.RuntimePolicy(keep_gathered=("",)), "placements": placements},
+            r"`runtime.keep_gathered` got '', whose units \(''?,\) keep whole weights; expected a pattern of units "
+            r"that are gathered, as under zero3\(\), hsdp\(\) or hfsdp\(\); leave it out",
+        )
+        for placements in (mf.ddp(), mf.zero1(), mf.zero2())
+    ),
+    ({"block_size": 2, "placements": mf.ddp()}, r"`block_size` got 2; expected 1 with the optimizer placements \(Repl"),
     ({"runtime": mf.RuntimePolicy(forward_prefetch=-1)}, "`runtime.forward_prefetch` got -1"),
     ({"runtime": mf.RuntimePolicy(max_inflight_reductions=0)}, "`runtime.max_inflight_reductions` got 0"),
     ({"runtime": mf.RuntimePolicy(prefetch_order=cast(Any, "recorded"))}, "`runtime.prefetch_order` got 'recorded'"),

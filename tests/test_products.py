@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import mfsdp_fn as mf
 from mfsdp_fn.packing import OPERATION, PRODUCTS_OPERATION
 from mfsdp_fn.products import multiply_into_packed
-from models import EXACT, integers, mesh_of
+from models import integers, mesh_of
 from pool import run_ranks
 
 MM = torch.ops.aten.mm.default

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mfsdp_fn import collectives, ragged
+from mfsdp_fn import collectives, communicators, ragged
 from mfsdp_fn.testing import single_rank
 from models import mesh_of
 from pool import run_ranks
@@ -33,7 +33,7 @@ def test_a_work_is_waited_for(world: int) -> None:
 
 
 def padded(rank: int, world: int) -> None:
-    (axis,) = collectives.axes_of(mesh_of(world))
+    (axis,) = communicators.axes_of(mesh_of(world))
     for sizes in ([0] * (world - 1) + [5], list(range(1, world + 1)), [2] * world):
         whole = torch.arange(float(sum(sizes)))
         mine = whole.split(sizes)[rank]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mfsdp_fn as mf
+from counting import Counting
 from models import BLOCKS, EXACT, PRESETS, assert_equal, bilinear, mesh_of, trainable
 from pool import run_ranks
 
@@ -48,6 +49,59 @@ def reductions(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_reduce(world: int) -> None:
     run_ranks(world, reductions)
+
+
+MIXES: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
+    # Placements by unit; what `reduce` launches on the last microbatch, and what `reduce_outer` does after it.
+    "ddp and hsdp": ({"": "ddp", "blocks.0": "hsdp"}, ["scatter"], ["all_reduce"] * 5),
+    "zero1 and hsdp": ({"": "zero1", "blocks.0": "hsdp"}, ["scatter"], ["all_reduce"] + ["scatter"] * 4),
+    "ddp and hfsdp": ({"": "ddp", "blocks.0": "hfsdp"}, ["scatter"], ["scatter"] + ["all_reduce"] * 4),
+    "hsdp and hfsdp": ({"": "hsdp", "blocks.0": "hfsdp"}, ["scatter"] * 3, ["scatter"] + ["all_reduce"] * 2),
+    # No outer axis waits: the last microbatch finishes everything.
+    "ddp and zero3": ({"": "ddp", "blocks.0": "zero3"}, ["scatter"] * 2 + ["all_reduce"] * 4, []),
+    "zero1 and zero2": ({"": "zero1", "blocks.0": "zero2"}, ["scatter"] * 6, []),
+}
+R, P, S = mf.Replicate(), mf.Partial(), mf.RowAtomic()
+OVER_BOTH = {
+    "ddp": mf.ddp(axes=2),
+    "zero1": mf.Placements((R, R), (P, P), (S, S)),
+    "zero2": mf.Placements((R, R), (S, S), (S, S)),
+    "zero3": mf.Placements((S, S), (S, S), (S, S)),
+    "hsdp": mf.hsdp(),
+    "hfsdp": mf.hfsdp(),
+}
+
+
+def mixes(rank: int, world: int, shape: tuple[int, ...]) -> None:
+    """What waits in any unit of a mix waits in all of them: for `reduce_outer`, if one has an outer axis."""
+    params = bilinear(2)
+    values = {n: torch.full_like(t, float(rank)).detach() for n, t in params.items()}
+    total = float(sum(range(world)))
+    for name, (mix, now, later) in MIXES.items():
+        placements = {pattern: OVER_BOTH[preset] for pattern, preset in mix.items()}
+        spec = mf.plan(params, mesh_of(*shape), placements, units=BLOCKS, precision=EXACT, grad_scale=float(world))
+        first = mf.reduce(values, spec, is_last_microbatch=False)
+        with Counting() as counting:
+            grads = mf.reduce(values, spec, into=first)
+        assert sorted(e.kind for e in counting.events) == sorted(now), name
+        with Counting() as counting:
+            done = mf.reduce_outer(grads)
+        assert sorted(e.kind for e in counting.events) == sorted(later) and not counting.unwaited(), name
+        assert done.stage is mf.Stage.FINAL
+        assert_equal(mf.unshard(done), {n: torch.full_like(t, 2 * total) for n, t in values.items()}, name)
+        assert grads.stage is (mf.Stage.ACCUMULATING if later else mf.Stage.FINAL), name
+        if later:  # and nothing takes it for finished
+            for use in (mf.unshard, mf.sync_model_weights, lambda g: mf.optim.clip_by_global_norm(g, 1.0)):
+                with pytest.raises(mf.StateError, match=r"accumulating gradients|gradients that still accumulate"):
+                    use(grads)
+            # Nor does it matter which microbatch was said to be the last.
+            again = mf.reduce_outer(mf.reduce(values, spec, into=grads))
+            assert_equal(mf.unshard(again), {n: torch.full_like(t, 3 * total) for n, t in values.items()}, name)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_reduce_of_mixes_by_unit(shape: tuple[int, ...]) -> None:
+    run_ranks(shape[0] * shape[1], mixes, shape)
 
 
 def frozen_in_gradients(rank: int, world: int) -> None:

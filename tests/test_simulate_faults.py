@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._dynamo.exc import Unsupported
 
 import mfsdp_fn as mf
-from mfsdp_fn import collectives
+from mfsdp_fn import collectives, communicators
 from mfsdp_fn.testing import SimulatedMesh, simulate, single_rank
 from mfsdp_fn.turns import Turns
 
@@ -181,7 +181,7 @@ def test_a_step_that_donates_what_travels() -> None:
 
 def test_exchanges_that_disagree() -> None:
     def fn(mesh: SimulatedMesh) -> torch.Tensor:
-        peers = collectives.peers_of(mesh)
+        peers = communicators.peers_of(mesh)
         return collectives.all_to_all(torch.ones(3), [1, 1], [1, 2], peers).wait()
 
     with pytest.raises(

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 import mfsdp_fn as mf
-from models import BLOCKS, EXACT, PRESETS, assert_equal, bilinear, integers, mesh_of, trainable
+from models import BLOCKS, EXACT, PRESETS, assert_equal, bilinear, integers, layouts_of, mesh_of, trainable
 from pool import run_ranks
 
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
@@ -51,7 +51,7 @@ def awkward() -> dict[str, torch.Tensor]:
 def round_trips(rank: int, world: int, shapes: tuple[tuple[int, ...], ...]) -> None:
     for shape in shapes:
         for preset in ONE_AXIS if len(shape) == 1 else ("hsdp", "hfsdp"):
-            for layout in ("padded", "unpadded", "auto"):
+            for layout in layouts_of(preset, "padded", "unpadded", "auto"):
                 params = awkward()
                 state = made(params, preset, *shape, shard_layout=layout, precision=EXACT)
                 back = mf.unshard(state)

@@ -19,6 +19,7 @@ from models import (
     batch_of,
     block,
     integers,
+    layouts_of,
     made,
     mesh_of,
     plain_grads,
@@ -45,7 +46,8 @@ def train(rank: int, world: int, preset: str, shape: tuple[int, ...], options: d
 def train_all(rank: int, world: int) -> None:
     for preset in ("ddp", "zero1", "zero2", "zero3"):
         train(rank, world, preset, (world,), {}, False)
-        train(rank, world, preset, (world,), {"shard_layout": "unpadded", "grad_scale": 2.0}, True)
+        (*_, layout) = layouts_of(preset, "padded", "unpadded")
+        train(rank, world, preset, (world,), {"shard_layout": layout, "grad_scale": 2.0}, True)
     runtimes = [
         mf.RuntimePolicy(keep_gathered=("blocks.1", "")),
         mf.RuntimePolicy(forward_prefetch=0, backward_prefetch=0),

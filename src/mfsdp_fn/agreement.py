@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from . import collectives, tensor_parallel
-from .collectives import Mesh
+from . import communicators, tensor_parallel
+from .communicators import Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
 from .mesh import AbstractMesh
@@ -45,8 +45,8 @@ def agree(mesh: Mesh, spec: ShardSpec | None, failure: Exception | None) -> None
     """Raise on every rank if a rank failed to plan or planned something else."""
     mine = spec.digest() if spec is not None else f"error: {failure}"
     meshes = () if spec is None or isinstance(mesh, AbstractMesh) else spec.meshes
-    cells = tuple(collectives.ranks_of(one) for one in meshes)
-    told = collectives.exchange_objects(mesh, (mine, collectives.this_rank(mesh), cells))
+    cells = tuple(communicators.ranks_of(one) for one in meshes)
+    told = communicators.exchange_objects(mesh, (mine, communicators.this_rank(mesh), cells))
     digests = [digest for digest, _, _ in told]
     if failure is not None:
         raise failure
@@ -59,7 +59,7 @@ def agree(mesh: Mesh, spec: ShardSpec | None, failure: Exception | None) -> None
             _check_cells({rank: sets for _, rank, sets in told})
         return
     assert spec is not None
-    described = collectives.exchange_objects(mesh, description(spec.leaves, spec.groups, spec.mesh, spec.runtime))
+    described = communicators.exchange_objects(mesh, description(spec.leaves, spec.groups, spec.mesh, spec.runtime))
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     first, second = described[0], described[other]
 

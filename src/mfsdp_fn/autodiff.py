@@ -82,7 +82,8 @@ def value_and_grad(
             detached (in dataclasses and subclasses of dict too; other objects are passed on as they are).
         is_last_microbatch: False defers what is reduced once a step (ddp, zero1, outer axes).
         accumulate: gradients of earlier microbatches to add to.
-        donate: reuse the buffers of `accumulate`, which can't be used again.
+        donate: reuse the buffers of `accumulate`, which can't be used again. Without `accumulate`, as in the first
+            microbatch of a loop, there is nothing to reuse: no effect.
 
     Raises:
         MfsdpError: an option that isn't True or False, or `loss_fn` that isn't a function.

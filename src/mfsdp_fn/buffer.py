@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from . import collectives
-from .collectives import Axis
+from .communicators import Axis
 from .labels import labelled
 from .layout import GlobalLayout
 from .placement import Placement, sharded_axes

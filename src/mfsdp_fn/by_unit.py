@@ -10,10 +10,10 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import units as units_module
-from .collectives import Mesh, ranks_of
+from .communicators import Mesh, ranks_of
 from .errors import PlanError, bad
 from .mesh import AbstractMesh, check_abstract_mesh
-from .placement import Placements, check_placements, with_block_size
+from .placement import Placements, RowAtomic, check_placements, with_block_size
 from .simulated_mesh import SimulatedMesh
 from .tensor_parallel import same_mesh
 
@@ -51,7 +51,8 @@ def settings_of(
     """The default settings, and each unit's.
 
     Raises:
-        PlanError: a pattern that matches no unit, placements for another number of axes, a mesh off the default one.
+        PlanError: a pattern that matches no unit, placements for another number of axes, a mesh off the default one;
+            blocks of several rows where no unit is cut by rows.
     """
     meshes = _by_pattern("mesh", mesh, units)
     layouts = _by_pattern("placements", placements, units)
@@ -95,9 +96,53 @@ def settings_of(
                 )
             )
         check_placements(how, where.ndim, argument)
-        return UnitSettings(where, with_block_size(how, block_size), float(_longest("grad_scale", scales, there)[1]))
+        return UnitSettings(where, how, float(_longest("grad_scale", scales, there)[1]))
 
-    return settle(""), {unit: settle(unit) for unit in units}
+    default, found = settle(""), {unit: settle(unit) for unit in units}
+    used = dict.fromkeys(one.placements.optimizer for one in found.values())
+    if block_size > 1 and used and not any(type(p) is RowAtomic for optimizer in used for p in optimizer):
+        raise PlanError(
+            bad(
+                "block_size",
+                block_size,
+                f"1 with the optimizer placements {', '.join(map(str, used))}",
+                "leave it out: no RowAtomic() is there to keep blocks together for",
+            )
+        )
+
+    def blocked(one: UnitSettings) -> UnitSettings:
+        return dataclasses.replace(one, placements=with_block_size(one.placements, block_size))
+
+    return blocked(default), {unit: blocked(one) for unit, one in found.items()}
+
+
+def check_keep_gathered(patterns: Sequence[str], settings: Mapping[str, UnitSettings]) -> None:
+    """Refuse patterns of units to keep gathered that say nothing.
+
+    Raises:
+        PlanError: a pattern that matches no unit, or only units that are never gathered.
+    """
+    units_module.check_patterns("runtime.keep_gathered", patterns)
+    for pattern in patterns:
+        found = [unit for unit in settings if units_module.matches(pattern, units_module.split(unit))]
+        if not found:
+            raise PlanError(
+                bad(
+                    "runtime.keep_gathered",
+                    repr(pattern),
+                    f"a pattern that matches one of the units {tuple(settings)[:6]}",
+                    "mend the pattern or leave it out",
+                )
+            )
+        if not any(p.is_sharded for unit in found for p in settings[unit].placements.parameter):
+            raise PlanError(
+                bad(
+                    "runtime.keep_gathered",
+                    f"{pattern!r}, whose units {tuple(found[:6])} keep whole weights",
+                    "a pattern of units that are gathered, as under zero3(), hsdp() or hfsdp()",
+                    "leave it out",
+                )
+            )
 
 
 def _entry(argument: str, pattern: str) -> str:

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement as TensorPlacement
 
-from .collectives import Axis, all_gather, ranks_of
+from .collectives import all_gather
+from .communicators import Axis, ranks_of
 from .errors import StateError, bad
 from .group import GroupSpec
 from .spec import ShardSpec

@@ -9,10 +9,10 @@ from typing import Any
 import optree
 import torch
 
-from . import collectives
+from . import communicators
 from .buffer import segment
 from .checks import check_flag, shown
-from .collectives import Axis, Mesh
+from .communicators import Axis, Mesh
 from .dbuffer_checks import check_dtype, check_layout, checked_placements
 from .errors import LayoutError, StateError, bad
 from .group import GroupSpec
@@ -105,9 +105,9 @@ class DBuffer:
             )
         if any(tensor.is_meta for tensor in given):
             raise StateError(bad("tensors", "a meta tensor", "tensors with values", "make them first"))
-        axes = collectives.axes_of(mesh)
+        axes = communicators.axes_of(mesh)
         held = segment(layout, checked, axes)
-        local = torch.zeros(held.size, dtype=dtype or dtypes.pop(), device=collectives.device_of(mesh))
+        local = torch.zeros(held.size, dtype=dtype or dtypes.pop(), device=communicators.device_of(mesh))
         for index, tensor in enumerate(given):
             part = layout.tensor_range(index).intersect(held)
             if part.size:
@@ -126,7 +126,7 @@ class DBuffer:
             LayoutError: a layout that is none or doesn't fit the placements.
             PlanError: something that is no placement or no mesh.
         """
-        checked, axes = checked_placements(layout, placements, mesh), collectives.axes_of(mesh)
+        checked, axes = checked_placements(layout, placements, mesh), communicators.axes_of(mesh)
         size = segment(layout, checked, axes).size
         given: Any = local
         if not isinstance(given, torch.Tensor) or tuple(given.shape) != (size,):
@@ -281,7 +281,7 @@ class _Static:
 
 def flatten_buffer(buffer: DBuffer) -> tuple[tuple[torch.Tensor], _Static]:
     """The leaf and the static part, for tree libraries."""
-    ranks = collectives.ranks_of(buffer.mesh)
+    ranks = communicators.ranks_of(buffer.mesh)
     return (buffer.local,), _Static(buffer.layout, buffer.placements, ranks, buffer.mesh, buffer.axes)
 
 

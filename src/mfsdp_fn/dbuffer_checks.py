@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .checks import shown
-from .collectives import Mesh
+from .communicators import Mesh
 from .errors import LayoutError, PlanError, StateError, bad
 from .layout import GlobalLayout, validate_row_atomic
 from .mesh import AbstractMesh, check_abstract_mesh

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TensorPlacement
 
 from .buffer import launch_gather
-from .collectives import Axis
 from .combined import check_combined, chunk, on_both
+from .communicators import Axis
 from .errors import StateError, bad
 from .group import GroupSpec
 from .mesh import AbstractMesh

@@ -10,7 +10,7 @@ import torch
 from .layout_choice import ALIGNMENT
 
 if TYPE_CHECKING:
-    from .collectives import Axis
+    from .communicators import Axis
     from .group import GroupSpec
     from .spec import ShardSpec
 

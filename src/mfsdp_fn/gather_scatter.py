@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import collectives
+from . import collectives, communicators
 from .checks import check_mapping, shown
 from .errors import StateError, bad
 from .group import GroupSpec
@@ -75,7 +75,7 @@ def _check_values(
     """
     found: list[torch.dtype | None] = []
     for mine, indices, layout in zip(given, wanted, layouts, strict=True):
-        device, dtype = collectives.device_of(layout.mesh), None
+        device, dtype = communicators.device_of(layout.mesh), None
         for index in indices:
             value: Any = mine.get(index)
             if not isinstance(value, torch.Tensor):

@@ -22,15 +22,17 @@ def reduce(
 
     One reduce-scatter a trainable group over each axis its gradients are sharded over, in the wire's dtype; with
     ddp and zero1 an all-reduce or reduce-scatter of what was accumulated, on the last microbatch. Outer axes are
-    left to `reduce_outer`; with `RuntimePolicy.caller_managed_grad_sync` everything that can wait is left to
-    `finish_grad_sync`.
+    left to `reduce_outer`, and with them, in a plan that mixes placements by unit, whatever else waits: a state is
+    finished as a whole, so ddp and zero1 units beside hsdp ones are reduced there too. With
+    `RuntimePolicy.caller_managed_grad_sync` everything that can wait is left to `finish_grad_sync`.
 
     Args:
         grads: tree of the planned structure; a leaf may be None, which is zero. Gradients given at both places of
             a tied tensor are added; one object given twice counts once.
         spec: the plan.
         into: gradients to add to, finished or accumulating.
-        is_last_microbatch: False leaves ddp and zero1 gradients accumulating, unreduced.
+        is_last_microbatch: False leaves ddp and zero1 gradients accumulating, unreduced. (Beside hsdp or hfsdp units
+            they are left accumulating in any case.)
 
     Raises:
         StateError: a gradient whose shape differs from the plan's (its path named), `into` of another plan, or
@@ -152,6 +154,8 @@ def _finish(grads: ShardState) -> ShardState:
 
 def reduce_outer(grads: ShardState) -> ShardState:
     """Finish gradients over the outer axes: one all-reduce (hsdp) or reduce-scatter (hfsdp) a group.
+
+    The same as `finish_grad_sync`: whatever else waits in those gradients (ddp, zero1) is finished too.
 
     A step of its own, to overlap with whatever the caller does in between: accumulate every microbatch with
     ``is_last_microbatch=False``, or plan with ``RuntimePolicy(caller_managed_grad_sync=True)``, and call this once.

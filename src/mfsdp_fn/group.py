@@ -9,7 +9,7 @@ from collections.abc import Collection
 import torch
 
 from .buffer import Move, moves, segment
-from .collectives import Axis, Mesh
+from .communicators import Axis, Mesh
 from .layout import GlobalLayout
 from .layout_choice import LayoutChoice
 from .placement import Placement, Placements

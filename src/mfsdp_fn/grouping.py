@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from . import layout_builder
+from . import layout_builder, ragged
 from .by_unit import UnitSettings
-from .collectives import Axis, Mesh
+from .communicators import Axis, Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
 from .group_order import aligned_order, rotated_order, turns_of
 from .group_parts import group_parts
 from .layout import GlobalLayout
-from .layout_choice import LayoutChoice, choose_layout, unit_of
+from .layout_choice import LayoutChoice, Wire, choose_layout, unit_of
 from .placement import BlockAtomic, Placements, ShardLayout, TensorAtomic, sharded_axes
 from .precision import GroupDtypes, MixedPrecisionPolicy
 from .spec import LeafSpec
@@ -42,6 +43,7 @@ def make_groups(
     owners: Mapping[str, int] | None,
     store_compute: bool,
     split_by_row_size: bool = False,
+    use_symmetric_memory: bool = False,
 ) -> tuple[tuple[LeafSpec, ...], tuple[GroupSpec, ...]]:
     """Group the leaves by (unit, dtype, requires_grad), perhaps by row size too; tied leaves share one tensor.
 
@@ -67,6 +69,7 @@ def make_groups(
         dtypes = precision.resolve(dtype, requires_grad=requires_grad)
         ordered = aligned_order(numbers, leaves, dtypes)
         kind = f"{str(dtype).removeprefix('torch.')}{'' if requires_grad else ' frozen'}"
+        wire = Wire.EQUAL_ONLY if use_symmetric_memory else wire_of(settings[unit].mesh)
         turned = rotated_order(ordered, leaves, dtypes, *turns[unit, dtype, requires_grad])
 
         def layout_of(
@@ -74,10 +77,11 @@ def make_groups(
             dtypes: GroupDtypes = dtypes,
             placements: Placements = placements,
             axes: Sequence[Axis] = axes,
+            wire: Wire = wire,
         ) -> tuple[GlobalLayout, LayoutChoice]:
             width = unit_of((dtypes.compute.itemsize, dtypes.reduce.itemsize))
             owned_by = [owner_of.get(number, 0) for number in part]
-            return _layout([leaves[number] for number in part], owned_by, placements, axes, shard_layout, width)
+            return _layout([leaves[number] for number in part], owned_by, placements, axes, shard_layout, width, wire)
 
         orders = [ordered] if turned == ordered else [turned, ordered]
         for rows, part, layout, choice in group_parts(orders, leaves, layout_of, split=split_by_row_size):
@@ -110,6 +114,16 @@ def make_groups(
 def places_on(mesh: Mesh) -> tuple[Axis, ...]:
     """The axes of a mesh as this rank sees them, communicators left out."""
     return tuple(Axis(mesh.size(axis), coordinate) for axis, coordinate in enumerate(mesh.get_coordinate() or ()))
+
+
+def wire_of(mesh: Mesh) -> Wire:
+    """How uneven segments travel over `mesh` in eager code. Meshes without processes stand for NCCL's.
+
+    The debug mode, in which NCCL's are padded too, is left out: a layout must not depend on it.
+    """
+    if isinstance(mesh, DeviceMesh) and not (mesh.device_type == "cuda" and ragged.is_nccl(mesh.get_group(0))):
+        return Wire.PADDED
+    return Wire.AS_THEY_ARE
 
 
 def _check_tie(first: LeafSpec, second: LeafSpec) -> None:
@@ -158,6 +172,7 @@ def _layout(
     axes: Sequence[Axis],
     shard_layout: ShardLayout | None,
     unit: int,
+    wire: Wire,
 ) -> tuple[GlobalLayout, LayoutChoice]:
     """The layout of one group over all the shards that its finest placement makes, and why it is that one."""
     order = sharded_axes(placements.optimizer)
@@ -175,4 +190,5 @@ def _layout(
         shard_layout=shard_layout,
         unit=unit,
         leading_dims=depths if any(depth > 1 for depth in depths) else (),
+        wire=wire,
     )

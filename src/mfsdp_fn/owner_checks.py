@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from . import collectives
+from . import communicators
 from .checks import check_mapping, is_integer, shown
-from .collectives import Mesh
+from .communicators import Mesh
 from .errors import PlanError, bad
 from .layout import GlobalLayout
 from .mesh import AbstractMesh, check_abstract_mesh
@@ -33,7 +33,7 @@ def checked_ranks(mesh: Mesh, layout: GlobalLayout, axes: tuple[int, ...] | None
         raise PlanError(
             bad("axes", shown(axes), f"different axes of the mesh's {mesh.ndim}, or None", "write (0,), or (1, 0)")
         )
-    ranks = collectives.ranks_of(mesh, axes)
+    ranks = communicators.ranks_of(mesh, axes)
     if len(ranks) != layout.dp_size:
         raise PlanError(
             bad(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import collectives
+from . import collectives, communicators
 from .checks import check_flag, check_function, check_mapping, is_integer, shown
 from .errors import StateError, bad
 from .gather_scatter import check_wire
@@ -294,7 +294,7 @@ def _number(state: ShardState, group: GroupSpec, layout: GroupOwnerLayout) -> in
         )
     mesh, axes = groups[number].mesh, sharded_axes(group.placements.optimizer)
     # Plans over other ranks compare equal.
-    elsewhere = layout.mesh is not mesh and layout.ranks != collectives.ranks_of(mesh, axes)
+    elsewhere = layout.mesh is not mesh and layout.ranks != communicators.ranks_of(mesh, axes)
     if layout.layout.rank_to_offset != group.layout.rank_to_offset or elsewhere:
         raise StateError(
             bad("owners", f"another layout of {group.name!r}", "owners of the state's plan", "use plan_owners(spec)")

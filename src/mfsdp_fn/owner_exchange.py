@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import collectives
+from . import collectives, communicators
 from .errors import StateError, bad
 from .labels import labelled
 from .owner_layout import GroupOwnerLayout
@@ -37,7 +37,7 @@ class Route:
     mine: tuple[tuple[int, Place, int], ...]  # (peer, place, elements)
     theirs: tuple[tuple[int, Place, int, int], ...]  # (peer, place, start, elements)
     moves: bool
-    peers: collectives.Peers
+    peers: communicators.Peers
 
 
 def communicators_of(layouts: Sequence[GroupOwnerLayout]) -> tuple[str | None, ...]:
@@ -103,7 +103,7 @@ def _launch(
         for peer, nbytes in pairs:
             row[peer] += nbytes
     if not parts:
-        wire = torch.empty(0, dtype=torch.uint8, device=collectives.device_of(layouts[0].mesh))
+        wire = torch.empty(0, dtype=torch.uint8, device=communicators.device_of(layouts[0].mesh))
     elif len({part.dtype for part in parts}) == 1 and len(set(wires)) == 1:
         wire = torch.cat(tuple(parts)).to(wires[0]).view(torch.uint8)
     else:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from . import collectives
+from . import communicators
 from .checks import check_function, is_integer, shown
-from .collectives import Mesh
+from .communicators import Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
 from .layout import GlobalLayout, validate_row_atomic
@@ -128,7 +128,7 @@ class GroupOwnerLayout:
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
         # Seen from this rank, over this kind of mesh: plans for a layout are cached by it.
-        where = (self.ranks, self.this_rank, collectives.world_of(self.mesh))
+        where = (self.ranks, self.this_rank, communicators.world_of(self.mesh))
         return (*where, self.layout, tuple(self.tensor_to_owner.items()), self.dtype)
 
     @functools.cached_property
@@ -145,17 +145,17 @@ class GroupOwnerLayout:
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that share the buffer, in buffer order."""
-        return collectives.ranks_of(self.mesh, self.axes)
+        return communicators.ranks_of(self.mesh, self.axes)
 
     @functools.cached_property
-    def peers(self) -> collectives.Peers:
+    def peers(self) -> communicators.Peers:
         """The same ranks with their communicator; over several axes, collective over them the first time."""
-        return collectives.peers_of(self.mesh, self.axes)
+        return communicators.peers_of(self.mesh, self.axes)
 
     @functools.cached_property
     def this_rank(self) -> int:
         """Global rank of the caller."""
-        return collectives.this_rank(self.mesh)
+        return communicators.this_rank(self.mesh)
 
     @functools.cached_property
     def rank_ranges(self) -> dict[int, Range]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import collectives
+from . import communicators
 from .checks import check_mapping, is_integer, shown
 from .errors import StateError, bad
 from .layout import GlobalLayout
@@ -54,7 +54,7 @@ def empty_full(
     for known in (given.get(index), *flat.values()):
         if isinstance(known, torch.Tensor):
             return known.new_empty(shape)
-    return torch.empty(shape, dtype=owners.dtype, device=collectives.device_of(owners.mesh))
+    return torch.empty(shape, dtype=owners.dtype, device=communicators.device_of(owners.mesh))
 
 
 def flat_fulls(owners: GroupOwnerLayout, fulls: Mapping[int, torch.Tensor], argument: str) -> dict[int, torch.Tensor]:

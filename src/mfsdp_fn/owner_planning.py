@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from . import collectives
+from . import communicators
 from .checks import shown
-from .collectives import Mesh
+from .communicators import Mesh
 from .errors import PlanError, bad
 from .group import GroupSpec
 from .layout import GlobalLayout
@@ -166,7 +166,7 @@ def balance(
         jobs: group, layout (the group's, or a finer one of the same buffer) and participating tensors.
         cost_fn: as in `plan_owners`.
     """
-    sets = [collectives.ranks_of(group.mesh, sharded_axes(group.placements.optimizer)) for group, _, _ in jobs]
+    sets = [communicators.ranks_of(group.mesh, sharded_axes(group.placements.optimizer)) for group, _, _ in jobs]
     found: dict[int, GroupOwnerLayout] = {}
     done: dict[tuple[int, ...], dict[int, float]] = {}
     for ranks in sorted(dict.fromkeys(sets), key=lambda ranks: -len(ranks)):

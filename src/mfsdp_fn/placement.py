@@ -249,22 +249,9 @@ def check_placement(argument: str, axis: int, placement: object) -> None:
 
 
 def with_block_size(placements: Placements, block_size: int) -> Placements:
-    """Replace `RowAtomic` by `BlockAtomic(block_size)` when `block_size` is over 1.
-
-    Raises:
-        PlanError: a size over 1 where nothing is cut by rows.
-    """
+    """Replace `RowAtomic` by `BlockAtomic(block_size)` when `block_size` is over 1."""
     if block_size == 1:
         return placements
-    if not any(type(p) is RowAtomic for p in placements.optimizer):
-        raise PlanError(
-            bad(
-                "block_size",
-                block_size,
-                f"1 with the optimizer placements {placements.optimizer}",
-                "leave it out: no RowAtomic() is there to keep blocks together for",
-            )
-        )
 
     def swap(per_axis: tuple[Placement, ...]) -> tuple[Placement, ...]:
         return tuple(BlockAtomic(block_size) if type(p) is RowAtomic else p for p in per_axis)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from . import collectives, tensor_parallel, tree
+from . import communicators, tensor_parallel, tree
 from . import units as units_module
 from .agreement import agree, description
-from .by_unit import default_mesh, settings_of
-from .collectives import Mesh
+from .by_unit import check_keep_gathered, default_mesh, settings_of
+from .communicators import Mesh
 from .errors import PlanError, bad
 from .grouping import make_groups, places_on
 from .placement import Placements, ShardLayout
@@ -66,8 +66,10 @@ def plan(
         units: patterns of subtrees that are gathered together; what none matches goes to the root unit ``""``.
         precision: dtypes of the buffers.
         shard_layout: "padded", "unpadded", "auto", or the enum. Auto pads a group unless that makes its largest
-            segment more than 1/32 longer; `spec.explain()` has both predictions. Padded segments are those of
-            `build_for_row_atomic`, or shorter where another placement of the tensors allows it.
+            segment more than 1/32 longer, or else all that is gathered more than 1/8 (and 64 KiB) longer where uneven
+            segments travel as they are: over NCCL, and so planned for an `AbstractMesh`. `spec.explain()` has the
+            predictions. Padded segments are those of `build_for_row_atomic`, or shorter where another placement of
+            the tensors allows it. Other values than "padded" are refused where no rows are cut (`ddp`, `TensorAtomic`).
         block_size: rows that are never cut apart.
         owners: for `TensorAtomic`, the owner of every tensor, by path: a rank of the mesh (or, where only some axes
             are sharded, of the sub-mesh of those), row-major. A tied tensor's owner may stand at any of its paths.
@@ -130,14 +132,14 @@ def plan(
 
 def _with_communicators(spec: ShardSpec, *, separate_reductions: bool) -> ShardSpec:
     """The spec with every mesh's communicators, made in one order on every rank."""
-    found = {id(mesh): collectives.axes_of(mesh, separate_reductions=separate_reductions) for mesh in spec.meshes}
+    found = {id(mesh): communicators.axes_of(mesh, separate_reductions=separate_reductions) for mesh in spec.meshes}
     groups = tuple(
-        dataclasses.replace(group, axes=collectives.of_group(found[id(group.mesh)], group.name))
+        dataclasses.replace(group, axes=communicators.of_group(found[id(group.mesh)], group.name))
         for group in spec.groups
     )
     parallel = _first_parallel(spec.leaves)
-    beside = () if parallel is None else collectives.axes_of(parallel.mesh, separate_reductions=False)
-    axes = collectives.of_group(found[id(spec.mesh)], "")
+    beside = () if parallel is None else communicators.axes_of(parallel.mesh, separate_reductions=False)
+    axes = communicators.of_group(found[id(spec.mesh)], "")
     return dataclasses.replace(spec, groups=groups, axes=axes, parallel_axes=beside)
 
 
@@ -197,6 +199,7 @@ def _plan_alone(
         owners,
         runtime.store_compute_weights,
         split_by_row_size,
+        runtime.use_symmetric_memory,
     )
     if runtime.use_symmetric_memory:
         check_symmetric_memory(groups)
@@ -209,17 +212,7 @@ def _plan_alone(
                 "give nn.Parameters, or call requires_grad_() on what should be trained",
             )
         )
-    units_module.check_patterns("runtime.keep_gathered", runtime.keep_gathered)
-    for pattern in runtime.keep_gathered:
-        if not any(units_module.matches(pattern, units_module.split(unit)) for unit in order):
-            raise PlanError(
-                bad(
-                    "runtime.keep_gathered",
-                    repr(pattern),
-                    f"a pattern that matches one of the units {order[:6]}",
-                    "mend the pattern or leave it out",
-                )
-            )
+    check_keep_gathered(runtime.keep_gathered, settings)
     if tree.is_mixed(template):
         for unit in order:
             _check_unit_is_one_subtree(unit, leaves, template)
@@ -237,7 +230,7 @@ def _plan_alone(
         namespace=namespace,
         text_digest=digest,
         parallel_axes=places_on(parallel.mesh) if (parallel := _first_parallel(leaves)) else (),
-        anchor=torch.zeros((), device=collectives.device_of(default.mesh), requires_grad=True),
+        anchor=torch.zeros((), device=communicators.device_of(default.mesh), requires_grad=True),
     )
 
 

@@ -152,11 +152,11 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
     """Run `fn(state, *args)` now and its backward later: for pipelines, and for backwards in another order.
 
     Gives ``(out, pullback)``. ``pullback(cotangent, *, is_last_microbatch=True, accumulate=None, donate=False)``
-    gives ``(grads, input_grads)``: reduced gradients as `value_and_grad` does, and for each of `args` the tree of
-    gradients of its floating-point tensors (None elsewhere). The cotangent has the structure of `out`, whose
-    tensors are detached. A pullback can be called once, or in two parts: see `Pullback`. Communicates what
-    `value_and_grad` does, the backward half in the pullback; calls of `vjp` and pullbacks must have one order on every
-    rank that shares a state.
+    gives ``(grads, input_grads)``: reduced gradients as `value_and_grad` does with those options, and for each of
+    `args` the tree of gradients of its floating-point tensors (None elsewhere). The cotangent has the structure of
+    `out`, whose tensors are detached. A pullback can be called once, or in two parts: see `Pullback`. Communicates
+    what `value_and_grad` does, the backward half in the pullback; calls of `vjp` and pullbacks must have one order on
+    every rank that shares a state.
 
     Raises:
         StateError: as `value_and_grad`; outputs in objects that optree doesn't know; a pullback called twice, or a

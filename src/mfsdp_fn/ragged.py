@@ -22,6 +22,11 @@ def takes_lists(group: dist.ProcessGroup, device: torch.device) -> bool:
     level = dist.get_debug_level()  # pyright: ignore[reportPrivateImportUsage]
     if device.type != "cuda" or level == dist.DebugLevel.DETAIL:  # pyright: ignore[reportPrivateImportUsage]
         return False
+    return is_nccl(group)
+
+
+def is_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether `group` serves CUDA tensors by NCCL."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return backends.get("cuda") == "nccl"
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from . import collectives
+from . import collectives, communicators
 from .buffer import launch_gather, moves, segment
-from .collectives import Axis, Mesh
+from .communicators import Axis, Mesh
 from .layout import GlobalLayout
 from .placement import Partial, Placement, Replicate, RowAtomic, sharded_axes
 
@@ -84,7 +84,7 @@ def _exchange(
         fresh.narrow(0, new.tensor_to_offset[index] + start - theirs, stop - start).copy_(source)
     if not _moves(old, new):
         return fresh
-    peers = collectives.peers_of(mesh, order)
+    peers = communicators.peers_of(mesh, order)
     place = [peers.group_order.index(rank) for rank in peers.ranks]  # of each shard, in the communicator's order
     going = sorted((place[peer], i, a, b) for peer, i, a, b in _pieces(old, new, shard) if peer != shard)
     coming = sorted((place[peer], i, a, b) for peer, i, a, b in _pieces(new, old, shard) if peer != shard)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from . import collectives
+from . import collectives, communicators
 from .buffer import Move
 from .group import GroupSpec
 from .labels import labelled
@@ -62,7 +62,7 @@ def _whole_views(group: GroupSpec, flat: torch.Tensor) -> list[torch.Tensor]:
 
 def group_device(group: GroupSpec) -> torch.device:
     """Where this rank's buffers of the group live."""
-    return collectives.device_of(group.mesh)
+    return communicators.device_of(group.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PendingReduction:
     local: torch.Tensor
     first: collectives.PendingCollective | None
     scatters: tuple[Move, ...] = ()
-    all_reduces: tuple[collectives.Axis, ...] = ()
+    all_reduces: tuple[communicators.Axis, ...] = ()
     label: tuple[str, str] = ("", "")
 
     def settle(self) -> PendingReduction:
@@ -100,7 +100,7 @@ class PendingReduction:
 def _launch(
     flat: torch.Tensor,
     scatters: tuple[Move, ...],
-    all_reduces: tuple[collectives.Axis, ...],
+    all_reduces: tuple[communicators.Axis, ...],
     label: tuple[str, str],
 ) -> PendingReduction:
     if scatters and sum(scatters[0].sizes):

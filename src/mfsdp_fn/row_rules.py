@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from . import units
 from .errors import PlanError, bad
-from .placement import Placements, ShardLayout, TensorAtomic
+from .placement import Placements, RowAtomic, ShardLayout
 from .spec import LeafSpec, path_windows
 
 T = TypeVar("T", bound=Hashable)
@@ -72,7 +72,7 @@ def check_row_rules(
     leading_dims: object,
     split_by_row_size: object,
 ) -> None:
-    """Refuse rules about rows where there is nothing that they could change.
+    """Refuse rules about rows where there is nothing that they could change: in no unit.
 
     Raises:
         PlanError: naming the argument.
@@ -83,24 +83,23 @@ def check_row_rules(
         raise PlanError(
             bad("split_by_row_size", "True", "False without padding", "pass shard_layout='padded' or 'auto'")
         )
-    finest = [placement for one in placements for placement in one.optimizer]
-    for name, value, given in (
-        ("split_by_row_size", split_by_row_size, split_by_row_size),
-        ("leading_dims", leading_dims, leading_dims != 1),
-    ):
-        if given and not any(placement.is_sharded for placement in finest):
+    finest = [placement for one in placements for placement in one.optimizer if placement.is_sharded]
+    if any(isinstance(placement, RowAtomic) for placement in finest):
+        return
+    rules = [("split_by_row_size", "True")] if split_by_row_size else []
+    rules += [("leading_dims", repr(leading_dims))] if leading_dims != 1 else []
+    if shard_layout is ShardLayout.UNPADDED:
+        rules.append(("shard_layout", "'unpadded'"))
+    if shard_layout is None and finest:  # where nothing is cut, any choice will do
+        rules.append(("shard_layout", "'auto'"))
+    for name, value in rules:
+        if not finest:
             raise PlanError(
-                bad(name, repr(value), "none where nothing is cut, as under ddp()", "leave it out, or shard something")
+                bad(name, value, "none where nothing is cut, as under ddp()", "leave it out, or shard something")
             )
-        if given and any(isinstance(placement, TensorAtomic) for placement in finest):
-            raise PlanError(
-                bad(
-                    name,
-                    "a value",
-                    "none with TensorAtomic, which cuts no tensor",
-                    "leave it out, or use RowAtomic()",
-                )
-            )
+        raise PlanError(
+            bad(name, value, "none with TensorAtomic, which cuts no tensor", "leave it out, or use RowAtomic()")
+        )
 
 
 def split_by_rows(items: Sequence[T], rows: Mapping[T, int], numels: Mapping[T, int]) -> list[tuple[int, list[T]]]:

@@ -43,7 +43,8 @@ class RuntimePolicy:
 
     Args:
         keep_gathered: unit patterns whose gathered weights are kept from forward to backward (one gather a
-            microbatch instead of two). ``""`` is the root unit.
+            microbatch instead of two). ``""`` is the root unit. A pattern is refused if the weights of all its units
+            are whole at rest (ddp, zero1, zero2).
         prefetch_order: see `PrefetchOrder`.
         forward_prefetch, backward_prefetch: how many elements may be gathered ahead of the unit in use; 0
             gathers on demand, None (default) exactly one unit.

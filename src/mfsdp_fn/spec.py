@@ -10,7 +10,7 @@ import torch
 
 from . import tree, units
 from .checks import shown
-from .collectives import Axis, Mesh, device_of
+from .communicators import Axis, Mesh, device_of
 from .errors import PlanError, bad
 from .group import GroupSpec
 from .placement import Placements, sharded_axes

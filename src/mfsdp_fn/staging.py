@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import symmetric
-from .collectives import Axis, device_of, reduction_group
+from .communicators import Axis, device_of, reduction_group
 from .errors import PlanError, bad
 from .group import GroupSpec
 from .spec import ShardSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from .collectives import Axis
+from .communicators import Axis
 from .errors import PlanError, bad
 from .placement import Placements, TensorAtomic, sharded_axes
 from .spec import LeafSpec

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TensorPlacement
 
-from .collectives import Mesh, ranks_of, this_rank
+from .communicators import Mesh, ranks_of, this_rank
 from .errors import PlanError, StateError, bad
 from .mesh import AbstractMesh
 
