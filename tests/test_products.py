@@ -12,11 +12,12 @@ import torch.nn.functional as F
 
 import mfsdp_fn as mf
 from mfsdp_fn.packing import OPERATION, PRODUCTS_OPERATION
-from mfsdp_fn.products import multiply_into_packed
+from mfsdp_fn.products import compute_into_packed
 from models import integers, mesh_of
 from pool import run_ranks
 
 MM = torch.ops.aten.mm.default
+LOOKUP = torch.ops.aten.embedding_dense_backward.default
 
 
 def tokens_loss(state: mf.ShardState, x: torch.Tensor) -> torch.Tensor:
@@ -25,11 +26,22 @@ def tokens_loss(state: mf.ShardState, x: torch.Tensor) -> torch.Tensor:
     h = F.linear(x, a["w"], a["bias"]) * x
     h = h + x @ b["right"] + F.linear(h, b["flat"].view(4, 4))
     h = h + F.linear(x, b["twice"]) + F.linear(h, b["twice"])
+    tokens = x[..., 0].abs().long()
+    h = h + F.embedding(tokens, b["table"]) + F.embedding(tokens, b["padded"], padding_idx=1)
     return (h * x + F.linear(x, a["tied"])).sum()
 
 
 def weights(dtype: torch.dtype) -> dict[str, Any]:
-    shapes = {"a.w": (4, 4), "a.bias": (4,), "b.right": (4, 4), "b.flat": (16,), "b.twice": (4, 4), "b.unused": (2, 3)}
+    shapes = {
+        "a.w": (4, 4),
+        "a.bias": (4,),
+        "b.right": (4, 4),
+        "b.flat": (16,),
+        "b.twice": (4, 4),
+        "b.unused": (2, 3),
+        "b.table": (3, 4),
+        "b.padded": (3, 4),
+    }
     made = {
         name: integers(*shape, seed=n, dtype=dtype).requires_grad_() for n, (name, shape) in enumerate(shapes.items())
     }
@@ -45,12 +57,13 @@ def rewritten(rank: int, world: int, dtype: torch.dtype, wire: torch.dtype) -> N
 
     def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         changed = copy.deepcopy(module)
-        found.append(multiply_into_packed(changed.graph))
+        found.append(compute_into_packed(changed.graph))
         changed.graph.lint()
         changed.recompile()
         before, after = ([n.target for n in m.graph.nodes] for m in (module, changed))
         assert before.count(OPERATION) == after.count(OPERATION) + after.count(PRODUCTS_OPERATION)
-        assert before.count(MM) == after.count(MM) + found[0]
+        assert before.count(MM) + before.count(LOOKUP) == after.count(MM) + after.count(LOOKUP) + found[0]
+        assert after.count(LOOKUP) == (1 if found[0] else 2)
         return changed.forward
 
     expected_loss, expected = mf.value_and_grad(tokens_loss)(state, x)
@@ -60,7 +73,7 @@ def rewritten(rank: int, world: int, dtype: torch.dtype, wire: torch.dtype) -> N
         assert torch.equal(got, wanted)
     # On a CPU products can't be written in another dtype: those stay as they were. `w` and `tied` are summed, `twice`
     # too, so that theirs are sums and no products.
-    assert found == [2 if dtype == wire else 0]
+    assert found == [3 if dtype == wire else 0]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -136,7 +136,7 @@ def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> C
         settings = {**_KEEP_ORDER, "post_grad_custom_post_pass": _store_what_is_read_late(), **options}
 
         def inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
-            if products.multiply_into_packed(module.graph):
+            if products.compute_into_packed(module.graph):
                 module.recompile()
             with warnings.catch_warnings():
                 # Importing it makes torch warn of its own use of torch.jit.

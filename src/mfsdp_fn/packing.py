@@ -7,6 +7,7 @@ it. This is opaque: the buffer lives from here to its reduction.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,26 +49,34 @@ def pack_products(
     lefts: Sequence[torch.Tensor],
     rights: Sequence[torch.Tensor],
     product_offsets: Sequence[int],
+    rows: Sequence[torch.Tensor],
+    row_numbers: Sequence[torch.Tensor],
+    table_offsets: Sequence[int],
+    table_rows: Sequence[int],
     gaps: Sequence[int],
     size: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """As `pack`, with some parts given as two factors: the matrix products are written where they belong.
+    """As `pack`, with some parts given by what they are computed from, which is written where it belongs.
 
-    A product of bf16 or fp16 factors in an fp32 buffer is not rounded in between where the device has such a product.
+    Matrix products are given as two factors, gradients of embedding tables as the rows that are added up and their
+    numbers. Both are summed in the buffer's dtype: a product of bf16 or fp16 factors in an fp32 buffer is not rounded
+    in between.
     """
-    flat = lefts[0].new_empty(size, dtype=dtype)
+    flat = (*lefts, *rows)[0].new_empty(size, dtype=dtype)
     for offset, length in zip(gaps[::2], gaps[1::2], strict=True):
         flat.narrow(0, offset, length).zero_()
     for left, right, at in zip(lefts, rights, product_offsets, strict=True):
-        rows, columns = left.shape[0], right.shape[1]
-        view = flat.narrow(0, at, rows * columns).view(rows, columns)
+        shape = left.shape[0], right.shape[1]
+        view = flat.narrow(0, at, math.prod(shape)).view(shape)
         if left.dtype == dtype:
             torch.mm(left, right, out=view)
-        elif left.is_cuda and dtype == torch.float32:
-            torch.mm(left, right, out_dtype=dtype, out=view)
         else:
-            view.copy_(torch.mm(left, right))
+            torch.mm(left, right, out_dtype=dtype, out=view)
+    for some, numbers, at, length in zip(rows, row_numbers, table_offsets, table_rows, strict=True):
+        width = some.shape[-1]
+        table = flat.narrow(0, at, length * width).view(length, width).zero_()
+        table.index_add_(0, numbers.reshape(-1), some.reshape(-1, width).to(dtype))
     views = [flat.narrow(0, at, part.numel()).view(part.shape) for at, part in zip(offsets, parts, strict=True)]
     collectives.copy_many(views, parts)
     return flat
@@ -80,11 +89,15 @@ def _(
     lefts: Sequence[torch.Tensor],
     rights: Sequence[torch.Tensor],
     product_offsets: Sequence[int],
+    rows: Sequence[torch.Tensor],
+    row_numbers: Sequence[torch.Tensor],
+    table_offsets: Sequence[int],
+    table_rows: Sequence[int],
     gaps: Sequence[int],
     size: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    return lefts[0].new_empty(size, dtype=dtype)
+    return (*lefts, *rows)[0].new_empty(size, dtype=dtype)
 
 
 PRODUCTS_OPERATION = torch.ops.mfsdp_fn.pack_products.default

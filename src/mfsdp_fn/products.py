@@ -1,11 +1,13 @@
-"""A pass for graphs that will be compiled to kernels: weight gradients are multiplied into the packed buffer.
+"""A pass for graphs that will be compiled to kernels: weight gradients are computed into the packed buffer.
 
-Otherwise each is written in the compute dtype, read again and written into the buffer in the wire's. The products move
-down to where their unit is packed, so that what they multiply lives until then and the gradients by themselves never
-exist.
+Otherwise each is written in the compute dtype, read again and written into the buffer in the wire's. What computes
+them, matrix products and embeddings, moves down to where their unit is packed: what it reads lives until then, and the
+gradients by themselves never exist.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,12 +16,13 @@ from .packing import OPERATION, PRODUCTS_OPERATION
 
 _aten = torch.ops.aten
 
+_LOOKUP = _aten.embedding_dense_backward.default
 _RESHAPES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def multiply_into_packed(graph: fx.Graph) -> int:
-    """Give every pack the factors of its parts that are matrix products; gives the number of these."""
+def compute_into_packed(graph: fx.Graph) -> int:
+    """Give every pack what its parts that are matrix products or embeddings' are made of; gives the number of these."""
     count = 0
     for node in list(graph.nodes):
         if node.target is OPERATION:
@@ -34,58 +37,71 @@ def _rewrite(graph: fx.Graph, pack: fx.Node) -> int:
     assert isinstance(parts, (list, tuple))
     assert isinstance(offsets, (list, tuple))
     assert isinstance(dtype, torch.dtype)
-    found = [_factors(part, dtype) if isinstance(part, fx.Node) else None for part in parts]
-    if not any(found):
+    others: list[tuple[Any, Any]] = []
+    products: list[tuple[fx.Node, fx.Node, Any]] = []
+    tables: list[tuple[Any, Any, Any, Any]] = []
+    for part, at in zip(parts, offsets, strict=True):
+        assert isinstance(part, fx.Node)
+        made = _made_by(part, dtype)
+        if made is None:
+            others.append((part, at))
+        elif made[0].target is _LOOKUP:
+            rows, numbers, length, *_ = made[0].args
+            tables.append((rows, numbers, at, length))
+        else:
+            products.append((*_factors(graph, pack, *made), at))
+    if not products and not tables:
         return 0
-    others = [(part, at) for part, at, factors in zip(parts, offsets, found, strict=True) if factors is None]
-    products = [(*factors, at) for at, factors in zip(offsets, found, strict=True) if factors is not None]
+    arguments = [
+        [item[n] for item in items] for items, width in ((others, 2), (products, 3), (tables, 4)) for n in range(width)
+    ]
     with graph.inserting_before(pack):
-        lefts, rights = [], []
-        for product, transposed, _ in products:
-            left, right = product.args
-            if transposed:
-                left, right = (graph.call_function(_aten.permute.default, (m, [1, 0])) for m in (right, left))
-                for new, old in ((left, product.args[1]), (right, product.args[0])):
-                    assert isinstance(old, fx.Node)
-                    new.meta["val"] = old.meta["val"].permute(1, 0)
-            lefts.append(left)
-            rights.append(right)
-        new = graph.call_function(
-            PRODUCTS_OPERATION,
-            (
-                [part for part, _ in others],
-                [at for _, at in others],
-                lefts,
-                rights,
-                [at for _, _, at in products],
-                gaps,
-                size,
-                dtype,
-            ),
-        )
+        new = graph.call_function(PRODUCTS_OPERATION, (*arguments, gaps, size, dtype))
     new.meta = dict(pack.meta)
     pack.replace_all_uses_with(new)
     graph.erase_node(pack)
-    return len(products)
+    return len(products) + len(tables)
 
 
-def _factors(part: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, bool] | None:
-    """The product that `part` holds, and whether transposed, if nothing else reads it."""
+def _factors(graph: fx.Graph, pack: fx.Node, product: fx.Node, transposed: bool) -> tuple[fx.Node, fx.Node]:
+    left, right = product.args
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    return (_turned(graph, pack, right), _turned(graph, pack, left)) if transposed else (left, right)
+
+
+def _turned(graph: fx.Graph, pack: fx.Node, matrix: fx.Node) -> fx.Node:
+    with graph.inserting_before(pack):
+        new = graph.call_function(_aten.permute.default, (matrix, [1, 0]))
+    new.meta["val"] = matrix.meta["val"].permute(1, 0)
+    return new
+
+
+def _made_by(part: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, bool] | None:
+    """The product or embedding gradient that `part` is, and whether transposed, if nothing else reads it."""
     node, transposed = part, False
     while len(node.users) == 1:
-        if node.target is _aten.mm.default:
+        if node.target is _aten.mm.default or (node.target is _LOOKUP and not transposed and _is_plain(node)):
             return (node, transposed) if _fits(node, dtype) else None
-        source = node.args[0]
+        source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             return None
         if node.target is _aten.t.default or (node.target is _aten.permute.default and node.args[1] == [1, 0]):
             transposed = not transposed
-        elif node.target not in _RESHAPES or transposed:  # the order of elements must be the product's
+        elif node.target not in _RESHAPES or transposed:  # the order of elements must be what it was
             return None
         node = source
     return None
 
 
-def _fits(product: fx.Node, dtype: torch.dtype) -> bool:
-    value = product.meta["val"]
+def _is_plain(lookup: fx.Node) -> bool:
+    """Whether every row counts once for every time it was looked up."""
+    _, _, _, padding, by_frequency = lookup.args
+    return isinstance(padding, int) and padding == -1 and by_frequency is False
+
+
+def _fits(made: fx.Node, dtype: torch.dtype) -> bool:
+    value = made.meta["val"]
+    if made.target is _LOOKUP and dtype in _HALVES:  # it sums in fp32 itself
+        return False
     return value.dtype == dtype or (value.is_cuda and value.dtype in _HALVES and dtype == torch.float32)
