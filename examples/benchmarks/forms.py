@@ -20,10 +20,15 @@ Loss = Callable[[mf.ShardState, torch.Tensor, torch.Tensor], torch.Tensor]
 optimizer = mf.optim.adamw(lr=LR)
 
 
-def planned(params: Any, mesh: Any, compute: torch.dtype, reduce: torch.dtype, *, stored: bool) -> mf.ShardSpec:
-    """The plan of all forms: zero3, a unit a block. `stored`: a shard of the weights in the compute dtype is kept."""
+def planned(
+    params: Any, mesh: Any, compute: torch.dtype, reduce: torch.dtype, *, stored: bool, inflight: int = 1
+) -> mf.ShardSpec:
+    """The plan of all forms: zero3, a unit a block, the embedding and the head.
+
+    `stored`: a shard of the weights in the compute dtype is kept. `inflight`: reduction inputs alive at once.
+    """
     precision = mf.MixedPrecisionPolicy(compute=compute, reduce=reduce)
-    runtime = mf.RuntimePolicy(store_compute_weights=stored)
+    runtime = mf.RuntimePolicy(store_compute_weights=stored, max_inflight_reductions=inflight)
     return mf.plan(params, mesh, mf.zero3(), units=UNITS, precision=precision, runtime=runtime)
 
 
@@ -33,25 +38,28 @@ class Weights:
     def __init__(self, case: Case) -> None:
         module = build(case.config, case.device)
         params = mf.params_of(module)
+        ways = [(True, 1), (True, 2), (False, 1)]
         self.plans = {
-            stored: planned(params, case.mesh, case.compute, case.reduce, stored=stored) for stored in (True, False)
+            way: planned(params, case.mesh, case.compute, case.reduce, stored=way[0], inflight=way[1]) for way in ways
         }
-        assert [g.layout for g in self.plans[True].groups] == [g.layout for g in self.plans[False].groups]
-        self.main = mf.shard(params, self.plans[False]).main
+        layouts = [[group.layout for group in plan.groups] for plan in self.plans.values()]
+        assert all(layout == layouts[0] for layout in layouts)
+        self.main = mf.shard(params, self.plans[False, 1]).main
         self.synced: mf.ShardState | None = None
         self.opt_state: Any = None
 
-    def state(self, stored: bool) -> mf.ShardState:
-        bare = mf.ShardState(self.main, (None,) * len(self.main), self.plans[stored])
+    def state(self, stored: bool, inflight: int = 1) -> mf.ShardState:
+        plan = self.plans[stored, inflight]
+        bare = mf.ShardState(self.main, (None,) * len(self.main), plan)
         if not stored:
             return bare
         if self.synced is None:
             self.synced = mf.sync_model_weights(bare)
-        return self.synced
+        return dataclasses.replace(self.synced, spec=plan)
 
-    def step(self, stored: bool, step: Callable[..., Any], case: Case) -> torch.Tensor:
-        """One step through either plan. The other's compute weights are then one step old, which no timing sees."""
-        state, spec = self.state(stored), self.plans[stored]
+    def step(self, stored: bool, inflight: int, step: Callable[..., Any], case: Case) -> torch.Tensor:
+        """One step through one plan. The others' compute weights are then one step old, which no timing sees."""
+        state, spec = self.state(stored, inflight), self.plans[stored, inflight]
         if self.opt_state is None:
             self.opt_state = optimizer.init(state)
         kept = self.opt_state
@@ -112,16 +120,19 @@ def gradient_norms(grads: mf.ShardState) -> torch.Tensor:
     return norms_of(parts, [leaf.path for leaf in grads.spec.leaves], sharded=True)
 
 
-def ours(case: Case, how: str, *, stored: bool = True) -> Contender:
+def ours(case: Case, how: str, *, stored: bool = True, inflight: int = 1) -> Contender:
     """Eager, the module, blocks compiled, or one graph."""
     weights = case.once("mfsdp_fn", lambda: Weights(case))
     forward_backward, step = programs_of(case.config, how)
-    weights.state(stored)  # made now: it is resident
+    weights.state(stored, inflight)  # made now: it is resident
 
     def call() -> Any:
-        return forward_backward(weights.state(stored), case.tokens, case.targets)
+        return forward_backward(weights.state(stored, inflight), case.tokens, case.targets)
 
-    return Contender(lambda: call()[0], lambda: weights.step(stored, step, case), lambda: gradient_norms(call()[1]))
+    def whole_step() -> torch.Tensor:
+        return weights.step(stored, inflight, step, case)
+
+    return Contender(lambda: call()[0], whole_step, lambda: gradient_norms(call()[1]))
 
 
 def captured(case: Case, how: str) -> Contender:
