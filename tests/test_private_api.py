@@ -25,7 +25,8 @@ PRIVATE = re.compile(
 # Where private API is used, and which. What the compiled path needs has tests beside its own.
 ALLOWED = {
     "collectives.py": r"torch\.ops\._c10d_functional|torch\._foreach_copy_|.*import _resolve_process_group",
-    "communicators.py": r"torch\.ops\._c10d_functional",  # the first collective on a new group
+    # The first collective on a new group; the number of groups (tests/test_communicators.py).
+    "communicators.py": r"torch\.ops\._c10d_functional|.*import _world",
     "symmetric.py": r"torch\.ops\._c10d_functional",
     "session.py": r"\._cdata|\._version|torch\._C\._autograd",  # saved views and checkpoints are told apart
     "autodiff.py": r"from torch\.utils import _pytree",  # states become nodes of torch's own pytrees

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+# Private: nothing public tells how many groups there are, which torch makes names of.
+from torch.distributed.distributed_c10d import _world  # pyright: ignore[reportPrivateImportUsage]
+
 from .errors import PlanError, bad
 from .mesh import AbstractMesh
 from .simulated_mesh import SimulatedMesh
@@ -106,15 +109,32 @@ def reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     known = _reduction_groups.get(group)
     found = None if known is None else known()
     if found is None:
-        found = _new_group(dist.get_process_group_ranks(group))
+        found = _new_group(dist.get_process_group_ranks(group), [group])
         _reduction_groups[group] = weakref.ref(found)
     return found
 
 
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], joined_by: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """A new group of `ranks`, which the groups `joined_by` connect, made by them alone.
+
+    Until 2.14 torch names such a group after its ranks and the number of groups that the caller has. Ranks that are in
+    different numbers of groups (stages of a pipeline, experts' meshes) would wait for each other under different
+    names, so those with fewer make groups of their own first. They stay: a number that falls could bring a name back.
+    """
+    number = most = _number_of_groups()
+    for group in joined_by:
+        numbers: list[Any] = [None] * group.size()
+        dist.all_gather_object(numbers, most, group=group)
+        most = max(numbers)
+    for _ in range(most - number):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     made = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def _number_of_groups() -> int:
+    return len(_world.pg_names)
 
 
 def device_of(mesh: Mesh) -> torch.device:
@@ -213,7 +233,7 @@ def peers_of(mesh: Mesh, axes: Sequence[int] | None = None) -> Peers:
         key = tuple(sorted(ranks))
         joint = made[key]() if key in made else None
         if joint is None:
-            joint = _new_group(list(key))
+            joint = _new_group(list(key), [mesh.get_group(axis) for axis in wide])
             made[key] = weakref.ref(joint)
         group = joint
     return Peers(ranks, this_rank(mesh), tuple(dist.get_process_group_ranks(group)), group.group_name)
