@@ -32,7 +32,9 @@ def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any
         step: the function; its states, batches and scalars are inputs, so nothing is baked in but the plan.
         **torch_compile_options: passed on to `torch.compile`. `backend` gets the finished graph.
 
-    Results equal the eager ones; leave it out to debug.
+    Results equal the eager ones, bit for bit with ``backend="aot_eager"``; leave it out to debug. Inductor rounds
+    elsewhere: gradients of half-precision matrices and embeddings are summed in the dtype in which they are reduced,
+    straight in the buffer that is sent, instead of being rounded to the compute dtype first.
 
     Raises:
         MfsdpError: a bad option, by name.

@@ -115,7 +115,8 @@ def unshard(state: ShardState | UnitState) -> Any:
 
     One all-gather a group over each axis that its compute weights are sharded over (zero3: one; ddp, zero1,
     zero2: none), in the compute dtype; bytes received a rank: (N-1)/N of the group. Every parameter is a view of
-    its group's gathered buffer; nothing is copied. Tied leaves are one tensor. The root unit is the tree without
+    its group's gathered buffer; nothing is copied. Don't write to them: where nothing had to be gathered (ddp, axes of
+    one rank) that buffer is the state's own. Tied leaves are one tensor. The root unit is the tree without
     the other units' subtrees, which are left out of dicts and None elsewhere. A state without compute weights
     (gradients, moments) gives its main buffers' values. What was planned as a DTensor over other axes is one again.
 
