@@ -233,44 +233,23 @@ def _packing_of(reduction: fx.Node) -> fx.Node:
 
 
 def weights_read_late(graph: fx.Graph) -> list[fx.Node]:
-    """What forward computes elementwise from gathered weights and is read once weights are gathered again.
+    """What forward computes elementwise from gathered weights and backward reads.
 
     A compiler would rather compute it again from the forward's weights, an embedding for example, and so keep them.
     """
-    place = {node: number for number, node in enumerate(graph.nodes)}
-    waits = {node.args[0]: node for node in graph.nodes if node.target is WAIT}
-    launches = [node for node in graph.nodes if node.target is GATHER]
-    known: set[fx.Node] = set()
-    again = []
-    for launch in launches:
-        shard = _shard_of(launch)
-        if shard in known:
-            again.append(launch)
-        known.add(shard)
-    found: list[fx.Node] = []
-    for launch in launches:
-        later = next((other for other in again if place[other] > place[launch]), None)
-        if later is None or launch not in waits:
-            continue
-        derived, queue = {waits[launch]}, [waits[launch]]
-        while queue:
-            for user in queue.pop().users:
-                if user in derived or place[user] >= place[later] or not _is_read_through(user):
-                    continue
-                derived.add(user)
-                if user.target not in VIEWS and any(place[reader] > place[later] for reader in user.users):
-                    found.append(user)
-                else:
-                    queue.append(user)
+    waits = [node for node in graph.nodes if node.target is WAIT and not is_backward(node)]
+    gathered = [node for node in waits if isinstance(node.args[0], fx.Node) and node.args[0].target is GATHER]
+    derived, queue, found = set(gathered), gathered, []
+    while queue:
+        for user in queue.pop().users:
+            if user in derived or is_backward(user) or not _is_read_through(user):
+                continue
+            derived.add(user)
+            if user.target not in VIEWS and any(is_backward(reader) for reader in user.users):
+                found.append(user)
+            else:
+                queue.append(user)
     return found
-
-
-def _shard_of(launch: fx.Node) -> fx.Node:
-    """What is gathered, before it is cast."""
-    node = launch.all_input_nodes[0]
-    while node.op == "call_function" and len(node.all_input_nodes) == 1 and node.target not in (*COLLECTIVES, WAIT):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _is_read_through(node: fx.Node) -> bool:
