@@ -78,7 +78,7 @@ def launches(
 
 CASES = [
     ("hfsdp", (2, 2), "adamw", {}),
-    ("hfsdp", (2, 2), "adamw", {"shard_layout": "unpadded"}),
+    pytest.param("hfsdp", (2, 2), "adamw", {"shard_layout": "unpadded"}, marks=pytest.mark.soak),
     ("zero3", (3,), "muon", {}),
 ]
 

@@ -76,7 +76,7 @@ def rewritten(rank: int, world: int, dtype: torch.dtype, wire: torch.dtype) -> N
     assert found == [3 if dtype == wire else 0]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("wire", [torch.float64, torch.float32])
 def test_products_go_straight_into_the_packed_buffer(world: int, wire: torch.dtype) -> None:
     run_ranks(world, rewritten, torch.float64, wire, timeout=120)
