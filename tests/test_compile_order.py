@@ -102,3 +102,39 @@ def test_every_rank_launches_in_one_order_after_inductor(
     for order in orders:
         assert order == orders[0]
         assert len(order) > 20
+
+
+def launches_of_two_steps(rank: int, world: int, kept: tuple[str, ...]) -> list[str]:
+    """Backward doesn't need these weights: a step's last gather is one of forward, as is the next step's first."""
+    torch._dynamo.reset()
+    params = {f"u{i}.a": integers(1, 4, seed=i).requires_grad_() for i in range(2)}  # one row: a rank has none of it
+    runtime = mf.RuntimePolicy(keep_gathered=kept)
+    spec = mf.plan(params, mesh_of(world), mf.zero3(), units=("u*",), precision=EXACT, runtime=runtime)
+    opt = mf.optim.sgd(lr=0.5)
+
+    def loss_fn(state: mf.ShardState, x: torch.Tensor) -> torch.Tensor:
+        parts = [mf.unshard(state[unit])["a"] for unit in ("u0", "u1")]
+        return sum(((part * part if kept else part) * x).sum() for part in parts)  # type: ignore[return-value]
+
+    def step(state: mf.ShardState, opt_state: Any, x: torch.Tensor) -> Any:
+        for _ in range(2):
+            _, grads = mf.value_and_grad(loss_fn)(state, x)
+            state, opt_state = opt.step(grads, opt_state, state)
+        return state, opt_state
+
+    graphs: list[torch.fx.Graph] = []
+
+    def spy(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(module.graph)
+        return module.forward
+
+    state, x = mf.shard(params, spec), torch.ones((), dtype=torch.float64)
+    mf.compile(step, backend=spy)(state, opt.init(state), x)
+    found = [re.search(rf"_c10d_functional\.({LAUNCHES})\.", f"{node.target}") for node in graphs[0].nodes]
+    return [match[1] for match in found if match]
+
+
+@pytest.mark.parametrize("kept", [(), ("u*",)])
+def test_no_launch_moves_ahead_of_the_update_before_it(kept: tuple[str, ...]) -> None:
+    first, second = run_ranks(2, launches_of_two_steps, kept, timeout=120)
+    assert first == second == ["all_gather_into_tensor", "all_gather_into_tensor", *["reduce_scatter_tensor"] * 2] * 2

@@ -280,3 +280,30 @@ def test_odd_gradients(world: int) -> None:
 
 def test_learning_rate_is_a_power_of_two() -> None:
     assert LR.hex().startswith("0x1.0000000000000p")  # what "exact" in models.py rests on
+
+
+def weights_that_leave(rank: int, world: int, presets: list[str], shape: tuple[int, ...]) -> None:
+    """Weights returned as aux or as an output stay what they were, whether or not they had to be gathered."""
+
+    def with_aux(state: mf.ShardState, batch: Any) -> Any:
+        weights = mf.unshard(state["blocks.1"])
+        return sharded_loss(state, batch), {"w": weights["w"], "t": weights["w"].t(), "b": [weights["b"]]}
+
+    for preset in presets:
+        state, params = made(preset, *shape)
+        batch, opt = batch_of(0, 0, rank), mf.optim.sgd(lr=0.5)
+        (_, aux), grads = mf.value_and_grad(with_aux, has_aux=True)(state, batch)
+        out, pullback = mf.vjp(lambda s: mf.unshard(s["blocks.0"])["w"], state)
+        pullback(torch.zeros_like(out))
+        opt.step(grads, opt.init(state), state, donate=True)
+        assert torch.equal(aux["w"], params["blocks.1.w"]) and torch.equal(aux["t"].t(), aux["w"]), preset
+        assert torch.equal(aux["b"][0], params["blocks.1.b"]), preset
+        assert torch.equal(out, params["blocks.0.w"]), preset
+
+
+@pytest.mark.parametrize(
+    ("presets", "shape"),
+    [(["ddp", "zero1", "zero3"], (1,)), (["ddp", "zero2", "zero3"], (2,)), (["hsdp", "hfsdp"], (2, 1))],
+)
+def test_weights_that_leave_the_call_stay_what_they_were(presets: list[str], shape: tuple[int, ...]) -> None:
+    run_ranks(torch.Size(shape).numel(), weights_that_leave, presets, shape)

@@ -79,7 +79,9 @@ def value_and_grad(
         loss_fn: ``loss_fn(state, *args, **kwargs)`` gives a scalar; every rank must call `unshard` on the same
             sequence of units.
         has_aux: `loss_fn` gives ``(loss, aux)``, the transformed function ``((loss, aux), grads)``, tensors in aux
-            detached (in dataclasses and subclasses of dict too; other objects are passed on as they are).
+            detached (in dataclasses and subclasses of dict too; other objects are passed on as they are). Views of the
+            state's own buffers (weights that had not to be gathered) are copied; not in a compiled step, where you
+            clone them if it donates.
         is_last_microbatch: False defers what is reduced once a step (ddp, zero1, outer axes).
         accumulate: gradients of earlier microbatches to add to.
         donate: reuse the buffers of `accumulate`, which can't be used again. Without `accumulate`, as in the first
@@ -156,7 +158,7 @@ class ValueAndGrad:
         self.recordings.put(states, order)
         note_call(states)
         if self.has_aux:
-            return (loss.detach(), detached(aux)), grads
+            return (loss.detach(), detached(aux, states)), grads
         return loss.detach(), grads
 
 

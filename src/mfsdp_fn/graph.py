@@ -176,10 +176,19 @@ def schedule(graph: fx.Graph) -> None:
         before, launch = earlier.args[0], later.args[0]
         assert isinstance(before, fx.Node)
         assert isinstance(launch, fx.Node)
-        next_forward = is_backward(before) and not is_backward(launch)
-        if _is_of_unshard(before) and _is_of_unshard(launch) and not next_forward:
+        if _is_of_unshard(before) and _is_of_unshard(launch) and not _is_of_a_later_call(graph, earlier, launch):
             _hoist(graph, launch, earlier)
     _sink_reduction_waits(graph)
+
+
+def _is_of_a_later_call(graph: fx.Graph, earlier: fx.Node, launch: fx.Node) -> bool:
+    """Whether a backward stands between the two: an update may, too."""
+    if is_backward(launch):
+        return False
+    between = itertools.takewhile(
+        lambda node: node is not launch, itertools.dropwhile(lambda node: node is not earlier, graph.nodes)
+    )
+    return any(is_backward(node) for node in between)
 
 
 def _hoist(graph: fx.Graph, launch: fx.Node, target: fx.Node) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -11,6 +12,8 @@ import torch
 
 from .checks import shown
 from .errors import StateError, bad
+from .state import ShardState
+from .tensor_parallel import local_of
 
 
 def check_loss(result: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
@@ -88,22 +91,39 @@ def check_outputs(leaves: list[Any]) -> None:
             )
 
 
-def detached(value: Any) -> Any:
-    """`value` with its tensors detached, those in dataclasses and in subclasses of dict too, which are copied."""
-    return optree.tree_map(_detached_leaf, value, none_is_leaf=True)
+def detached(value: Any, states: Sequence[ShardState]) -> Any:
+    """`value` with its tensors detached, those in dataclasses and in subclasses of dict too, which are copied.
+
+    Weights that had not to be gathered are views of the states' own buffers, which a later donated step writes to: such
+    tensors are copied.
+    """
+    buffers = [buffer for state in states for buffer in (*state.main, *state.compute) if buffer is not None]
+    return _detached(value, {address for buffer in buffers if (address := _address(buffer))})
 
 
-def _detached_leaf(leaf: Any) -> Any:
+def _address(tensor: torch.Tensor) -> int:
+    """Of its memory; 0 for a tensor without elements, or of another layout than buffers have."""
+    if tensor.layout is not torch.strided:
+        return 0
+    return local_of(tensor).untyped_storage().data_ptr()
+
+
+def _detached(value: Any, states: set[int]) -> Any:
+    return optree.tree_map(lambda leaf: _detached_leaf(leaf, states), value, none_is_leaf=True)
+
+
+def _detached_leaf(leaf: Any, states: set[int]) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach()
+        found = leaf.detach()
+        return found.clone() if _address(found) in states else found
     if not _holds_graph(leaf):
         return leaf
     copied = copy.copy(leaf)
     if isinstance(leaf, dict):
         for key, item in leaf.items():
-            copied[key] = detached(item)
+            copied[key] = _detached(item, states)
     for name, part in _fields(leaf).items():  # an object may be both
-        object.__setattr__(copied, name, detached(part))  # frozen ones too
+        object.__setattr__(copied, name, _detached(part, states))  # frozen ones too
     return copied
 
 

@@ -76,7 +76,7 @@ def pack_products(
     for some, numbers, at, length in zip(rows, row_numbers, table_offsets, table_rows, strict=True):
         width = some.shape[-1]
         table = flat.narrow(0, at, length * width).view(length, width).zero_()
-        table.index_add_(0, numbers.reshape(-1), some.reshape(-1, width).to(dtype))
+        table.index_add_(0, numbers.reshape(-1), some.reshape(numbers.numel(), width).to(dtype))
     views = [flat.narrow(0, at, part.numel()).view(part.shape) for at, part in zip(offsets, parts, strict=True)]
     collectives.copy_many(views, parts)
     return flat

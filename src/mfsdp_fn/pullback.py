@@ -196,4 +196,4 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
         session.abandon()
         raise
     later = Pullback(session, states, template, given, inputs, leaves, out_template)
-    return tree.build(out_template, [detached(leaf) for leaf in leaves]), later
+    return tree.build(out_template, [detached(leaf, states) for leaf in leaves]), later
