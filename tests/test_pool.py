@@ -173,6 +173,7 @@ def test_a_rank_that_dies() -> None:
     assert len(run_ranks(2, sum_of, 1)) == 2
 
 
+@pytest.mark.skipif("INFO" in pool._ENVIRONMENT.values(), reason="torch 2.11's check of Gloo knows no reduce-scatter")
 def test_a_mismatched_collective_raises_instead_of_hanging() -> None:
     with pytest.raises(RankError, match="Detected mismatch between collectives on ranks"):
         run_ranks(2, mismatch)
