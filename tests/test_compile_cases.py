@@ -15,6 +15,7 @@ import mfsdp_fn as mf
 from models import (
     BLOCKS,
     EXACT,
+    ROUNDS_ALPHA,
     assert_equal,
     batch_of,
     bilinear,
@@ -92,6 +93,8 @@ def whole_steps(rank: int, world: int, optimizer: str, donate: bool, preset: str
     (seen, mains), (compiled_seen, compiled_mains) = results
     # AdamW's bias corrections are Python numbers in eager code; in a graph they come from the fp32 step counter.
     tolerance = 1e-5 if optimizer == "adamw" else 0.0
+    if ROUNDS_ALPHA:  # Newton-Schulz in bf16 makes a last bit of fp32 a last bit of bf16
+        tolerance = {"adamw": 1e-5, "sgd": 1e-6, "muon": 1e-2}[optimizer]
     for pair, compiled_pair in zip(seen[:3], compiled_seen[:3], strict=True):
         torch.testing.assert_close(compiled_pair, pair, rtol=tolerance, atol=tolerance)
     for main, compiled_main in zip(mains, compiled_mains, strict=True):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mfsdp_fn as mf
 from mfsdp_fn.optim.newton_schulz import gram_newton_schulz, newton_schulz
 from mfsdp_fn.subset import subset
-from models import mesh_of
+from models import ROUNDS_ALPHA, mesh_of
 from pool import WORLD_SIZES, run_ranks
 
 Params = dict[str, torch.Tensor]
@@ -537,7 +537,8 @@ def compiled_step(rank: int, world_size: int, lr: Any) -> None:
         eager, eager_state = opt.step(mf.tree_map(torch.cos, eager), eager_state, eager)
         state, opt_state = step(grads, opt_state, state)
         for got, want in zip(state.main, eager.main, strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+            # A last bit more or less of the momentum is one of bf16 in Newton-Schulz, times the learning rate.
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-3 if ROUNDS_ALPHA else 1e-6)
 
 
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["number", "tensor"])
