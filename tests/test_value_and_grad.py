@@ -307,3 +307,35 @@ def weights_that_leave(rank: int, world: int, presets: list[str], shape: tuple[i
 )
 def test_weights_that_leave_the_call_stay_what_they_were(presets: list[str], shape: tuple[int, ...]) -> None:
     run_ranks(torch.Size(shape).numel(), weights_that_leave, presets, shape)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as quantized and compressed ones are."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Wrapped:
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)  # type: ignore[attr-defined]
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(func(*(arg.held if isinstance(arg, cls) else arg for arg in args), **(kwargs or {})))
+
+
+def tensors_of_other_classes(rank: int, world: int) -> None:
+    state, _ = made("zero3", world)
+
+    def with_aux(state: mf.ShardState, batch: Any) -> Any:
+        return sharded_loss(state, batch), {"wrapped": Wrapped(batch[1]), "sparse": batch[1].to_sparse()}
+
+    batch = batch_of(0, 0, rank)
+    (_, aux), _ = mf.value_and_grad(with_aux, has_aux=True)(state, batch)
+    assert type(aux["wrapped"]) is Wrapped and torch.equal(aux["wrapped"].held, batch[1])
+    assert torch.equal(aux["sparse"].to_dense(), batch[1])
+
+
+def test_aux_may_hold_tensors_of_other_classes() -> None:
+    run_ranks(1, tensors_of_other_classes)

@@ -102,10 +102,11 @@ def detached(value: Any, states: Sequence[ShardState]) -> Any:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of its memory; 0 for a tensor without elements, or of another layout than buffers have."""
-    if tensor.layout is not torch.strided:
-        return 0
-    return local_of(tensor).untyped_storage().data_ptr()
+    """Of its memory; 0 for a tensor without elements, or of another layout or class than views of buffers have."""
+    local = local_of(tensor)
+    if type(local) is not torch.Tensor or local.layout is not torch.strided:
+        return 0  # a class that wraps tensors has no memory of its own, and raises when asked for it
+    return local.untyped_storage().data_ptr()
 
 
 def _detached(value: Any, states: set[int]) -> Any:
