@@ -31,6 +31,7 @@ ALLOWED = {
     "session.py": r"\._cdata|\._version|torch\._C\._autograd",  # saved views and checkpoints are told apart
     "autodiff.py": r"from torch\.utils import _pytree",  # states become nodes of torch's own pytrees
     "compiling.py": r"(from )?torch\._(dynamo|functorch|inductor)\b.*",
+    "casting.py": r"torch\.ops\._c10d_functional",
     "graph.py": r"torch\.ops\._c10d_functional",
     "labels.py": r"from torch\._C\._profiler",  # tests/test_labels.py
 }

@@ -50,6 +50,10 @@ def weights(dtype: torch.dtype) -> dict[str, Any]:
     return {**made, "a.tied": made["a.w"]}
 
 
+def is_mean(node: torch.fx.Node, world: int) -> bool:
+    return node.target is torch.ops.aten.mul.Tensor and node.args[1:] == (1 / world,)
+
+
 def rewritten(rank: int, world: int, dtype: torch.dtype, wire: torch.dtype) -> None:
     torch._dynamo.reset()
     params, x = weights(dtype), integers(2, 3, 4, seed=100 + rank, high=1, dtype=dtype)
@@ -66,6 +70,10 @@ def rewritten(rank: int, world: int, dtype: torch.dtype, wire: torch.dtype) -> N
         assert before.count(OPERATION) == after.count(OPERATION) + after.count(PRODUCTS_OPERATION)
         assert before.count(MM) + before.count(LOOKUP) == after.count(MM) + after.count(LOOKUP) + found[0]
         assert after.count(LOOKUP) == (1 if found[0] else 3)
+        # The mean over two ranks goes into the products; a third would round them.
+        means = [sum(is_mean(node, world) for node in m.graph.nodes) for m in (module, changed)]
+        assert means[0] == (2 if world > 1 else 0)
+        assert means[0] - means[1] == (after.count(PRODUCTS_OPERATION) if world == 2 else 0)
         return changed.forward
 
     expected_loss, expected = mf.value_and_grad(tokens_loss)(state, x)
@@ -78,7 +86,7 @@ def rewritten(rank: int, world: int, dtype: torch.dtype, wire: torch.dtype) -> N
     assert found == [4 if dtype == wire else 0]
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("wire", [torch.float64, torch.float32])
 def test_products_go_straight_into_the_packed_buffer(world: int, wire: torch.dtype) -> None:
     run_ranks(world, rewritten, torch.float64, wire, timeout=120)

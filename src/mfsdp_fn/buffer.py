@@ -97,8 +97,16 @@ class PendingGather:
             return flat
 
 
-def launch_gather(local: torch.Tensor, steps: Sequence[Move], *, label: tuple[str, str] = ("", "")) -> PendingGather:
-    """Launch the gathers `steps` of a local segment. No steps: the buffer itself. Nothing to move: no collective.
+def launch_gather(
+    local: torch.Tensor,
+    steps: Sequence[Move],
+    *,
+    dtype: torch.dtype | None = None,
+    label: tuple[str, str] = ("", ""),
+) -> PendingGather:
+    """Launch the gathers `steps` of a local segment, cast to `dtype` on the way.
+
+    No steps: the buffer itself, or its cast. Nothing to move: no collective.
 
     A first step with nothing to move is not made up for by launching the second one at once: the ranks that share the
     second step may have something to move in the first, and they launch the second when they wait.
@@ -106,9 +114,9 @@ def launch_gather(local: torch.Tensor, steps: Sequence[Move], *, label: tuple[st
     `label` is (what is gathered, phase) for profiler traces.
     """
     if not steps:
-        return PendingGather(local, None, ())
+        return PendingGather(local if dtype is None else local.to(dtype), None, ())
     step, rest = steps[0], tuple(steps[1:])
     if not sum(step.sizes):
-        return PendingGather(local, None, rest, label)
+        return PendingGather(local if dtype is None else local.to(dtype), None, rest, label)
     with labelled("launch all-gather", *label):
-        return PendingGather(local, collectives.all_gather(local, step.sizes, step.axis), rest, label)
+        return PendingGather(local, collectives.all_gather(local, step.sizes, step.axis, dtype), rest, label)

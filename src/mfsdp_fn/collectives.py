@@ -81,17 +81,31 @@ def _ragged_group(wire: torch.Tensor, name: str) -> dist.ProcessGroup | None:
     return group if ragged.takes_lists(group, wire.device) else None
 
 
+def rank_in(name: str) -> int:
+    """This process' rank in the group `name`."""
+    return _resolve_process_group(name).rank()  # pyright: ignore[reportArgumentType]
+
+
 def _alone(tensor: torch.Tensor) -> PendingCollective:
     """What any collective over an axis of one rank is: a copy, and nothing is sent."""
     return PendingCollective(tensor.clone(), None, tensor.dtype, on_wire=False)
 
 
-def all_gather(local: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:
-    """Launch an all-gather of 1-D segments of `sizes[rank]` elements over `axis`.
+def all_gather(
+    local: torch.Tensor, sizes: Sequence[int], axis: Axis, dtype: torch.dtype | None = None
+) -> PendingCollective:
+    """Launch an all-gather of 1-D segments of `sizes[rank]` elements over `axis`, cast to `dtype` before.
 
     Bytes received a rank: (sum of sizes - own) times the element size. Uneven sizes: NCCL writes each segment where
     it belongs; on other backends, and in compiled graphs, the wire carries the largest size for everyone.
     """
+    if dtype is not None and dtype != local.dtype:
+        if _can_cast_in_place(local, sizes, axis, dtype):
+            name = _group(axis.gather_group, "all-gather")
+            return PendingCollective(cast_and_gather(local, dtype, axis.size, axis.rank, name), None, dtype)
+        local = local.to(dtype)
+        if axis.size == 1:
+            return PendingCollective(local, None, dtype, on_wire=False)
     if axis.size == 1:
         return _alone(local)
     if axis.simulated is not None:
@@ -119,6 +133,23 @@ def _even_gather(wire: torch.Tensor, size: int, name: str) -> torch.Tensor:
         # variant is an ordinary all-gather there.
         return _ops.all_gather_into_tensor_out(wire, size, name, out=wire.new_empty(wire.numel() * size))
     return _ops.all_gather_into_tensor(wire, size, name)
+
+
+def _can_cast_in_place(local: torch.Tensor, sizes: Sequence[int], axis: Axis, dtype: torch.dtype) -> bool:
+    """Whether the cast may be written where the gather would put it: an even gather, between real ranks."""
+    real = axis.size > 1 and axis.simulated is None and axis.gather_staging is None
+    return real and dtype in _WIRE_DTYPES and len(set(sizes)) == 1 and not torch.compiler.is_compiling()
+
+
+def cast_and_gather(local: torch.Tensor, dtype: torch.dtype, size: int, rank: int, name: str) -> torch.Tensor:
+    """Launch an even all-gather of `local` in `dtype`: cast into its place in the result, and gathered from there.
+
+    The cast by itself never exists, and NCCL, which finds its input in its place, copies nothing.
+    """
+    full = local.new_empty(local.numel() * size, dtype=dtype)
+    own = full.narrow(0, rank * local.numel(), local.numel())
+    own.copy_(local)
+    return _ops.all_gather_into_tensor_out(own, size, name, out=full)
 
 
 def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:

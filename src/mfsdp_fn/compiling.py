@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import graph, products
+from . import casting, graph, products, recomputation
 from .checks import check_flag, check_function, shown
 from .errors import MfsdpError, StateError, bad
 from .simulation import refuse_compiling
@@ -138,8 +138,9 @@ def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> C
         settings = {**_KEEP_ORDER, "post_grad_custom_post_pass": _store_what_is_read_late(), **options}
 
         def inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
-            if products.compute_into_packed(module.graph):
-                module.recompile()
+            products.compute_into_packed(module.graph)
+            casting.cast_into_gathered(module.graph)
+            module.recompile()
             with warnings.catch_warnings():
                 # Importing it makes torch warn of its own use of torch.jit.
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -154,6 +155,7 @@ def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> C
             inner = functools.partial(inner, options=dict(options))
 
     def finish(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        recomputation.recompute(module.graph)
         graph.regather(module.graph)
         graph.schedule(module.graph)
         module.graph.lint()

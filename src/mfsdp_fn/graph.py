@@ -13,44 +13,24 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from . import packing
+from . import casting, packing
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
 GATHER = _c10d.all_gather_into_tensor.default
+GATHERS = (GATHER, casting.OPERATION)
 WAIT = _c10d.wait_tensor.default
 REDUCTIONS = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
 PACK = packing.OPERATION
 COLLECTIVES = (GATHER, *REDUCTIONS, _c10d.all_to_all_single.default, _c10d.broadcast.default)
-
-# What gives a second name to the same memory.
-VIEWS = frozenset(
-    (
-        _aten.view.default,
-        _aten._unsafe_view.default,
-        _aten.slice.Tensor,
-        _aten.t.default,
-        _aten.transpose.int,
-        _aten.permute.default,
-        _aten.expand.default,
-        _aten.as_strided.default,
-        _aten.select.int,
-        _aten.squeeze.dim,
-        _aten.squeeze.default,
-        _aten.unsqueeze.default,
-        _aten.detach.default,
-        _aten.alias.default,
-        _aten.split_with_sizes.default,
-        torch.ops.prims.view_of.default,
-    )
-)
 
 # What reads single elements of its input, elementwise in its output. Inductor writes views as reshapes.
 _LOOKUPS = frozenset(
@@ -59,9 +39,13 @@ _LOOKUPS = frozenset(
         _aten.index.Tensor,
         _aten.index_select.default,
         _aten.gather.default,
+        _aten.cat.default,  # of uneven segments without their padding
         _aten.reshape.default,
     )
 )
+
+# What gives a second name to memory and isn't declared as a view.
+_ALIASES = frozenset((_aten._unsafe_view.default, torch.ops.prims.view_of.default, operator.getitem))
 
 # Keys of the annotations that `traced.py` makes. On gathers of `unshard`: whether backward makes them again. On the
 # reductions of its transpose: how many of their inputs may be alive at once.
@@ -72,6 +56,16 @@ INFLIGHT = "mfsdp_fn.inflight"
 def is_backward(node: fx.Node) -> bool:
     """Whether the node was traced under the backward annotation."""
     return (node.meta.get("custom") or {}).get("phase") == "backward"
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node is a second name of its first input's memory, or one of its results.
+
+    A reshape is none: it may copy.
+    """
+    if node.target in _ALIASES:
+        return True
+    return node.target is not _aten.reshape.default and bool(getattr(node.target, "is_view", False))
 
 
 def _is_of_unshard(node: fx.Node) -> bool:
@@ -99,7 +93,7 @@ def _regathered_parts(graph: fx.Graph) -> list[list[fx.Node]]:
                     part_of[member] = part
         part_of.setdefault(node, part)
     parts = {id(part): part for part in part_of.values()}.values()
-    return [part for part in parts if any(node.target not in VIEWS for node in part)]
+    return [part for part in parts if any(not is_view(node) for node in part)]
 
 
 def _with_views(part: list[fx.Node], place: dict[fx.Node, int], end: int) -> list[fx.Node]:
@@ -107,7 +101,7 @@ def _with_views(part: list[fx.Node], place: dict[fx.Node, int], end: int) -> lis
     found, queue = set(part), [*part]
     while queue:
         for user in queue.pop().users:
-            if user.target in VIEWS and user not in found and place[user] < end:
+            if is_view(user) and user not in found and place[user] < end:
                 found.add(user)
                 queue.append(user)
     return sorted(found, key=place.__getitem__)
@@ -247,14 +241,14 @@ def weights_read_late(graph: fx.Graph) -> list[fx.Node]:
     A compiler would rather compute it again from the forward's weights, an embedding for example, and so keep them.
     """
     waits = [node for node in graph.nodes if node.target is WAIT and not is_backward(node)]
-    gathered = [node for node in waits if isinstance(node.args[0], fx.Node) and node.args[0].target is GATHER]
+    gathered = [node for node in waits if isinstance(node.args[0], fx.Node) and node.args[0].target in GATHERS]
     derived, queue, found = set(gathered), gathered, []
     while queue:
         for user in queue.pop().users:
             if user in derived or is_backward(user) or not _is_read_through(user):
                 continue
             derived.add(user)
-            if user.target not in VIEWS and any(is_backward(reader) for reader in user.users):
+            if not is_view(user) and any(is_backward(reader) for reader in user.users):
                 found.append(user)
             else:
                 queue.append(user)
@@ -264,4 +258,4 @@ def weights_read_late(graph: fx.Graph) -> list[fx.Node]:
 def _is_read_through(node: fx.Node) -> bool:
     """Whether a compiler computes the node where it is read."""
     tags = getattr(node.target, "tags", ())
-    return node.target in VIEWS or node.target in _LOOKUPS or torch.Tag.pointwise in tags
+    return is_view(node) or node.target in _LOOKUPS or torch.Tag.pointwise in tags

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from .buffer import PendingGather, launch_gather
+from .buffer import Move, PendingGather, launch_gather
 from .checks import check_flag
 from .errors import StateError, bad
 from .group import GroupSpec
@@ -39,8 +41,8 @@ def sync_model_weights(state: ShardState, *, donate: bool = False) -> ShardState
             compute[-1] = old  # no optimizer changes frozen weights
             continue
         if group.sync_gathers:
-            cast, label = main.to(group.dtypes.compute), (group.name, "sync")
-            ahead.append((number, launch_gather(cast, group.sync_gathers, label=label)))
+            label = (group.name, "sync")
+            ahead.append((number, launch_gather(main, group.sync_gathers, dtype=group.dtypes.compute, label=label)))
             if len(ahead) > 1:  # one gather ahead: what is launched is also allocated
                 done, pending = ahead.pop(0)
                 compute[done] = _land(pending, state.compute[done], donate=donate)
@@ -81,3 +83,17 @@ def weights_of(group: GroupSpec, main: torch.Tensor, compute: torch.Tensor | Non
             )
         )
     return main if group.store_compute else main.to(group.dtypes.compute)
+
+
+def gather_weights(
+    group: GroupSpec, main: torch.Tensor, compute: torch.Tensor | None, steps: Sequence[Move], phase: str
+) -> PendingGather:
+    """Launch `steps` of what `weights_of` gives; where that is a cast, it is made in the gather's result.
+
+    Raises:
+        StateError: the state holds none.
+    """
+    label = (group.name, phase)
+    if compute is None and not group.has_compute:
+        return launch_gather(main, steps, dtype=None if group.store_compute else group.dtypes.compute, label=label)
+    return launch_gather(weights_of(group, main, compute), steps, label=label)

@@ -56,12 +56,13 @@ def pack_products(
     gaps: Sequence[int],
     size: int,
     dtype: torch.dtype,
+    scale: float,
 ) -> torch.Tensor:
     """As `pack`, with some parts given by what they are computed from, which is written where it belongs.
 
     Matrix products are given as two factors, gradients of embedding tables as the rows that are added up and their
     numbers. Both are summed in the buffer's dtype: a product of bf16 or fp16 factors in an fp32 buffer is not rounded
-    in between.
+    in between. All is multiplied by `scale`, a power of two, which rounds nothing.
     """
     flat = (*lefts, *rows)[0].new_empty(size, dtype=dtype)
     for offset, length in zip(gaps[::2], gaps[1::2], strict=True):
@@ -69,16 +70,20 @@ def pack_products(
     for left, right, at in zip(lefts, rights, product_offsets, strict=True):
         shape = left.shape[0], right.shape[1]
         view = flat.narrow(0, at, math.prod(shape)).view(shape)
-        if left.dtype == dtype:
-            torch.mm(left, right, out=view)
+        if left.dtype == dtype:  # a beta of 0: what the buffer held before is not read
+            torch.addmm(view, left, right, beta=0, alpha=scale, out=view)
         else:
-            torch.mm(left, right, out_dtype=dtype, out=view)
+            torch.addmm(view, left, right, out_dtype=dtype, beta=0, alpha=scale, out=view)
     for some, numbers, at, length in zip(rows, row_numbers, table_offsets, table_rows, strict=True):
         width = some.shape[-1]
         table = flat.narrow(0, at, length * width).view(length, width).zero_()
-        table.index_add_(0, numbers.reshape(-1), some.reshape(numbers.numel(), width).to(dtype))
+        table.index_add_(0, numbers.reshape(-1), some.reshape(numbers.numel(), width).to(dtype), alpha=scale)
     views = [flat.narrow(0, at, part.numel()).view(part.shape) for at, part in zip(offsets, parts, strict=True)]
-    collectives.copy_many(views, parts)
+    if scale == 1.0:
+        collectives.copy_many(views, parts)
+    else:
+        for view, part in zip(views, parts, strict=True):
+            torch.mul(part, scale, out=view)
     return flat
 
 
@@ -96,6 +101,7 @@ def _(
     gaps: Sequence[int],
     size: int,
     dtype: torch.dtype,
+    scale: float,
 ) -> torch.Tensor:
     return (*lefts, *rows)[0].new_empty(size, dtype=dtype)
 

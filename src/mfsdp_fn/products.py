@@ -2,16 +2,19 @@
 
 Otherwise each is written in the compute dtype, read again and written into the buffer in the wire's. What computes
 them, matrix products and embeddings, moves down to where their unit is packed: what it reads lives until then, and the
-gradients by themselves never exist.
+gradients by themselves never exist. The mean over ranks goes along, where its factor rounds nothing: to scale a product
+costs nothing, to scale what was reduced is a pass over it.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
+from .graph import REDUCTIONS, WAIT
 from .packing import OPERATION, PRODUCTS_OPERATION
 
 _aten = torch.ops.aten
@@ -55,12 +58,29 @@ def _rewrite(graph: fx.Graph, pack: fx.Node) -> int:
     arguments = [
         [item[n] for item in items] for items, width in ((others, 2), (products, 3), (tables, 4)) for n in range(width)
     ]
+    mean = _mean_after(pack)
+    scale = 1.0 if mean is None else mean.args[1]
     with graph.inserting_before(pack):
-        new = graph.call_function(PRODUCTS_OPERATION, (*arguments, gaps, size, dtype))
+        new = graph.call_function(PRODUCTS_OPERATION, (*arguments, gaps, size, dtype, scale))
+    if mean is not None:
+        mean.replace_all_uses_with(mean.all_input_nodes[0])
     new.meta = dict(pack.meta)
     pack.replace_all_uses_with(new)
     graph.erase_node(pack)
     return len(products) + len(tables)
+
+
+def _mean_after(pack: fx.Node) -> fx.Node | None:
+    """The product of all that comes of `pack` with a power of two: it may as well come first."""
+    node = pack
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.target is _aten.mul.Tensor:
+            factor = node.args[1]
+            return node if isinstance(factor, float) and math.frexp(factor)[0] == 0.5 else None
+        if node.target not in (*REDUCTIONS, WAIT):
+            return None
+    return None
 
 
 def _factors(graph: fx.Graph, pack: fx.Node, product: fx.Node, transposed: bool) -> tuple[fx.Node, fx.Node]:

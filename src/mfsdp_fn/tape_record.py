@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from .buffer import PendingGather, launch_gather
+from .buffer import PendingGather
 from .group import GroupSpec
-from .model_weights import weights_of
+from .model_weights import gather_weights
 from .runtime import Phase
 from .state import UnitState
 
@@ -77,7 +77,7 @@ class Record:
         """Launch the gathers of every group."""
         unit = self.unit
         return [
-            launch_gather(weights_of(group, main, compute), group.wire_gathers, label=(group.name, phase.value))
+            gather_weights(group, main, compute, group.wire_gathers, phase.value)
             for group, main, compute in zip(self.groups, unit.main, unit.compute, strict=True)
         ]
 

@@ -12,7 +12,7 @@ from . import tree
 from .buffer import PendingGather, launch_gather
 from .errors import StateError, bad
 from .group import GroupSpec
-from .model_weights import weights_of
+from .model_weights import gather_weights
 from .spec import ShardSpec
 from .state import NOTHING, ShardState, Stage, UnitState, check_alive, check_state
 from .tensor_parallel import whole_of
@@ -74,7 +74,7 @@ def _launch_group(unit: UnitState, position: int) -> PendingGather | None:
     if compute is None and group.has_compute:
         # Gradients and moments, and what tree_map made of weights: whole main buffers.
         return launch_gather(main, group.sync_gathers + group.gathers, label=(group.name, "unshard"))
-    return launch_gather(weights_of(group, main, compute), group.gathers, label=(group.name, "unshard"))
+    return gather_weights(group, main, compute, group.gathers, "unshard")
 
 
 def wait(pending: Pending) -> Any:
