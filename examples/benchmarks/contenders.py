@@ -21,6 +21,9 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
     "mfsdp_fn, one graph": lambda case: ours(case, "one graph"),
     "mfsdp_fn, one graph, two in flight": lambda case: ours(case, "one graph", inflight=2),
     "mfsdp_fn, one graph, cast at gather": lambda case: ours(case, "one graph", stored=False),
+    "mfsdp_fn, one graph, cast at gather, two in flight": lambda case: ours(
+        case, "one graph", stored=False, inflight=2
+    ),
     "mfsdp_fn, CUDA graph of eager": lambda case: captured(case, "eager"),
     "mfsdp_fn, CUDA graph of one graph": lambda case: captured(case, "one graph"),
     "compute alone": lambda case: compute_alone(case),

@@ -31,8 +31,10 @@ def _make_fsdp2(case: Case) -> _Trained:
     module = build(case.config, case.device)
     blocks = Blocks(module)
     policy = MixedPrecisionPolicy(param_dtype=case.compute, reduce_dtype=case.reduce)
-    for part in (module.emb, *module.blocks, [module.norm, module.head]):  # as torchtitan groups them
+    # As torchtitan groups them; by its default the last group is not gathered again in backward.
+    for part in (module.emb, *module.blocks):
         fully_shard(part, mesh=case.mesh, mp_policy=policy)
+    fully_shard([module.norm, module.head], mesh=case.mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(module, mesh=case.mesh, mp_policy=policy)
     return _Trained(blocks, module, _adamw(module, case))
 

@@ -12,7 +12,8 @@ from torch import fx
 from . import collectives
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-_CAST = torch.ops.aten._to_copy.default
+_aten = torch.ops.aten
+_CAST = _aten._to_copy.default
 
 
 @torch.library.custom_op("mfsdp_fn::cast_and_gather", mutates_args=())
