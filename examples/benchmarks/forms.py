@@ -171,8 +171,9 @@ def captured(case: Case, how: str) -> Contender:
 
 
 def wire_alone(case: Case, *, side_by_side: bool) -> Contender:
-    """A floor: the collectives of one zero3 microbatch and nothing else, without gathers of the embedding and of the head
-    in backward: it needs no embedding, and has the head.
+    """A floor: the collectives of one zero3 microbatch and nothing else.
+
+    Backward gathers neither the embedding, which it doesn't read, nor the head, which it has.
 
     One after the other, or as a step can have them at best: forward's gathers, then each of backward's gathers beside
     a reduction, at most two of each under way.

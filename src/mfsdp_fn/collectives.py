@@ -1,5 +1,5 @@
-"""What a step launches. The only file that calls collectives, with two that it launches through: `ragged.py` and
-`symmetric.py`; the groups to call them on are made, and warmed, in `communicators.py`.
+"""What a step launches. The only file that calls collectives, with three that it launches through: `messages.py`,
+`ragged.py` and `symmetric.py`; the groups to call them on are made, and warmed, in `communicators.py`.
 
 With these, `session.py`, `autodiff.py` and the compiled path they are also the only ones that use private torch API.
 
@@ -21,9 +21,10 @@ from torch.distributed.distributed_c10d import (
     _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from . import ragged
+from . import messages, ragged
 from .communicators import Axis, Peers
 from .errors import StateError, bad
+from .messages import PendingMessages
 from .simulation import Arrival
 from .symmetric import Staged
 
@@ -208,6 +209,29 @@ def all_to_all(wire: torch.Tensor, receive: Sequence[int], send: Sequence[int], 
     name = _group(peers.group, "exchange")
     raw = _ops.all_to_all_single(wire, list(receive), list(send), name)
     return PendingCollective(raw, None, wire.dtype)
+
+
+def takes_messages(peers: Peers, device: torch.device) -> bool:
+    """Whether `send_and_receive` serves these ranks. The same answer on all of them."""
+    if torch.compiler.is_compiling() or peers.group is None or device.type != "cuda":
+        return False
+    group = _resolve_process_group(peers.group)  # pyright: ignore[reportArgumentType]
+    return ragged.takes_lists(group, device)
+
+
+def send_and_receive(
+    sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], peers: Peers
+) -> PendingMessages:
+    """Launch messages of flat tensors to and from peers, counted in `Peers.group_order`; see `messages.launch`.
+
+    Bytes sent a rank: those of `sends`. A rank without messages launches nothing.
+    """
+    group = _resolve_process_group(_group(peers.group, "exchange"))  # pyright: ignore[reportArgumentType]
+    there, here = (
+        [(peers.group_order[peer], one if one.dtype in _WIRE_DTYPES else one.view(torch.uint8)) for peer, one in some]
+        for some in (sends, receives)
+    )
+    return messages.launch(there, here, group)
 
 
 def copy_many(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -157,7 +157,9 @@ def gather_to_owner(
 
     One ``all_to_all_single`` for all groups over the same ranks, which share the buffers (with meshes by unit, one
     for each set of ranks); none at all where no tensor straddles ranks, which every rank knows by itself. A rank
-    sends its parts of the tensors that others own: elements times the wire's element size, nothing else.
+    sends its parts of the tensors that others own: elements times the wire's element size, nothing else. Over NCCL,
+    without a `wire_dtype` and outside compiled steps, the same bytes travel as one batch of sends and receives, each
+    part straight to its place: nothing is packed or joined.
 
     Args:
         shards: ``{index: this rank's shard}`` of the participating tensors of which it holds elements, in any
@@ -214,7 +216,8 @@ def scatter_from_owner(
 ) -> dict[Any, Any]:
     """Send the owners' full results back to the ranks that hold the shards: the transpose of `gather_to_owner`.
 
-    One ``all_to_all_single`` for all groups over the same ranks, or none; the same elements travel as in the gather.
+    One ``all_to_all_single`` for all groups over the same ranks, or none; the same elements travel as in the gather,
+    and as there, over NCCL, nothing is packed.
 
     Args:
         fulls: ``{index: full result}``, in any shape, of every tensor that this rank owns; others are not read.

@@ -3,6 +3,9 @@
 One ``all_to_all_single`` with split sizes for any set of groups. Only tensors that more than one rank holds travel,
 and of them only the parts that aren't the owner's own. The wire is bytes, so groups of several dtypes share an
 exchange and a rank that holds nothing needs no dtype.
+
+Between GPUs nothing is packed if the values travel in their own dtype: each part goes from where it is to where it
+belongs (`messages.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from . import collectives, communicators
 from .errors import StateError, bad
 from .labels import labelled
+from .messages import PendingMessages
 from .owner_layout import GroupOwnerLayout
 from .owner_packing import empty_full, flat_fulls, flat_shards
 
@@ -36,8 +40,13 @@ class Route:
 
     mine: tuple[tuple[int, Place, int], ...]  # (peer, place, elements)
     theirs: tuple[tuple[int, Place, int, int], ...]  # (peer, place, start, elements)
-    moves: bool
+    messages: int  # of all ranks together, one a part
     peers: communicators.Peers
+
+    @property
+    def moves(self) -> bool:
+        """Whether any rank sends anything."""
+        return self.messages > 0
 
 
 def communicators_of(layouts: Sequence[GroupOwnerLayout]) -> tuple[str | None, ...]:
@@ -82,8 +91,23 @@ def _route_of(layouts: tuple[GroupOwnerLayout, ...], communicators: tuple[str | 
             for piece in layout.pieces[index]:
                 if piece.rank != layout.this_rank:
                     theirs.append((order[piece.rank], (number, index), piece.start, piece.size))
-    moves = any(layout.traffic() for layout in layouts)
-    return Route(tuple(sorted(mine)), tuple(sorted(theirs)), moves, first.peers)
+    messages = sum(
+        piece.rank != owner
+        for layout in layouts
+        for index, owner in layout.tensor_to_owner.items()
+        for piece in layout.pieces[index]
+    )
+    return Route(tuple(sorted(mine)), tuple(sorted(theirs)), messages, first.peers)
+
+
+# More of them are slower one by one than packed, and NCCL has a limit.
+_MOST_MESSAGES = 512
+
+
+def _is_unpacked(route: Route, layouts: Sequence[GroupOwnerLayout], wire_dtype: torch.dtype | None) -> bool:
+    """Whether parts travel as they are. The same answer on every rank."""
+    few = wire_dtype is None and 0 < route.messages <= _MOST_MESSAGES
+    return few and collectives.takes_messages(route.peers, communicators.device_of(layouts[0].mesh))
 
 
 def _launch(
@@ -112,7 +136,7 @@ def _launch(
         return collectives.all_to_all(wire, sizes[1], sizes[0], route.peers)
 
 
-def _finish(pending: collectives.PendingCollective, layouts: Sequence[GroupOwnerLayout], phase: str) -> torch.Tensor:
+def _finish(pending: Any, layouts: Sequence[GroupOwnerLayout], phase: str) -> Any:
     with labelled("wait for owner exchange", _subject(layouts), phase):
         return pending.wait()
 
@@ -146,12 +170,15 @@ class PendingGather:
     shards: tuple[dict[int, torch.Tensor], ...]
     wires: tuple[torch.dtype, ...]
     route: Route
-    pending: collectives.PendingCollective | None
+    pending: collectives.PendingCollective | PendingMessages | None
+    landed: dict[Place, torch.Tensor] = dataclasses.field(default_factory=dict)  # flat and whole, if unpacked
 
     def wait(self, out: Sequence[Tensors] | None = None) -> dict[Place, torch.Tensor]:
         """Full tensors, in `out` where given; one that is held whole is a view of its shard otherwise."""
         received: dict[tuple[Place, int], torch.Tensor] = {}
-        if self.pending is not None:
+        if isinstance(self.pending, PendingMessages):
+            _finish(self.pending, self.layouts, "gather")
+        elif self.pending is not None:
             theirs = self.route.theirs
             parts = _cut(
                 _finish(self.pending, self.layouts, "gather"),
@@ -163,13 +190,18 @@ class PendingGather:
             own, me = self.shards[number], layout.this_rank
             for index in layout.owned:
                 place, pieces = (number, index), layout.pieces[index]
-                parts = [own[index] if piece.rank == me else received[place, piece.start] for piece in pieces]
+                if place in self.landed:
+                    parts = [self.landed[place].narrow(0, piece.start, piece.size) for piece in pieces]
+                else:
+                    parts = [own[index] if piece.rank == me else received[place, piece.start] for piece in pieces]
                 if out is not None and index in out[number]:
                     fulls[place] = out[number][index]
                     flat = fulls[place].view(-1)
                     collectives.copy_many([flat.narrow(0, piece.start, piece.size) for piece in pieces], parts)
                 elif not parts:
                     fulls[place] = empty_full(layout, index, self.given[number], own)
+                elif place in self.landed:
+                    fulls[place] = self.landed[place].view(layout.layout.tensor_shapes[index])
                 else:
                     parts = [part.to(own[index].dtype) for part in parts]
                     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -183,12 +215,39 @@ def launch_gather(
     """Launch the gather of several groups; see `gather_to_owner`. `route` is ``route_of(layouts)``."""
     flat = tuple(_values(flat_shards(layout, mine, "shards")) for layout, mine in zip(layouts, shards, strict=True))
     wires = tuple(wire_dtype or next((s.dtype for s in mine.values()), torch.uint8) for mine in flat)
+    if _is_unpacked(route, layouts, wire_dtype):
+        return _send_shards(layouts, shards, flat, wires, route)
     parts = [flat[number][index] for _, (number, index), _ in route.mine]
     going = [wires[number] for _, (number, _), _ in route.mine]
     send = [(peer, size * wires[place[0]].itemsize) for peer, place, size in route.mine]
     receive = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
     pending = _launch(parts, going, send, receive, route, layouts, "gather")
     return PendingGather(layouts, shards, flat, wires, route, pending)
+
+
+def _send_shards(
+    layouts: tuple[GroupOwnerLayout, ...],
+    given: Sequence[Tensors],
+    flat: tuple[dict[int, torch.Tensor], ...],
+    wires: tuple[torch.dtype, ...],
+    route: Route,
+) -> PendingGather:
+    """Each shard straight into its place in the full tensor; the owner's own is copied while they travel."""
+    landed = {
+        (number, index): flat[number][index].new_empty(layout.layout.tensor_range(index).size)
+        for number, layout in enumerate(layouts)
+        for index in layout.owned
+        if any(piece.rank != layout.this_rank for piece in layout.pieces[index])
+    }
+    sends = [(peer, flat[number][index]) for peer, (number, index), _ in route.mine]
+    receives = [(peer, landed[place].narrow(0, start, size)) for peer, place, start, size in route.theirs]
+    with labelled("launch owner exchange", _subject(layouts), "gather"):
+        pending = collectives.send_and_receive(sends, receives, route.peers)
+    for (number, index), full in landed.items():
+        for piece in layouts[number].pieces[index]:
+            if piece.rank == layouts[number].this_rank:
+                full.narrow(0, piece.start, piece.size).copy_(flat[number][index])
+    return PendingGather(layouts, given, flat, wires, route, pending, landed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,12 +259,15 @@ class PendingScatter:
     dtypes: tuple[torch.dtype, ...]
     wires: tuple[torch.dtype, ...]
     route: Route
-    pending: collectives.PendingCollective | None
+    pending: collectives.PendingCollective | PendingMessages | None
+    landed: dict[Place, torch.Tensor] = dataclasses.field(default_factory=dict)  # flat shards, if unpacked
 
     def wait(self) -> dict[Place, torch.Tensor]:
         """Flat shards: views of the full results, or of what was received, in the wire's dtype."""
-        found: dict[Place, torch.Tensor] = {}
-        if self.pending is not None:
+        found: dict[Place, torch.Tensor] = dict(self.landed)
+        if isinstance(self.pending, PendingMessages):
+            _finish(self.pending, self.layouts, "scatter")
+        elif self.pending is not None:
             mine = self.route.mine
             parts = _cut(
                 _finish(self.pending, self.layouts, "scatter"),
@@ -255,6 +317,14 @@ def launch_scatter(
     wires = tuple(wire_dtype or dtype for dtype in known)
     parts = [flat[number][index].narrow(0, start, size) for _, (number, index), start, size in route.theirs]
     going = [wires[number] for _, (number, _), _, _ in route.theirs]
+    if _is_unpacked(route, layouts, wire_dtype):
+        sends = [(peer, part.to(wire)) for (peer, *_), part, wire in zip(route.theirs, parts, going, strict=True)]
+        device = communicators.device_of(layouts[0].mesh)
+        landed = {place: torch.empty(size, dtype=wires[place[0]], device=device) for _, place, size in route.mine}
+        receives = [(peer, landed[place]) for peer, place, _ in route.mine]
+        with labelled("launch owner exchange", _subject(layouts), "scatter"):
+            pending = collectives.send_and_receive(sends, receives, route.peers)
+        return PendingScatter(layouts, flat, tuple(known), wires, route, pending, landed)
     send = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
     receive = [(peer, size * wires[place[0]].itemsize) for peer, place, size in route.mine]
     pending = _launch(parts, going, send, receive, route, layouts, "scatter")
