@@ -15,6 +15,7 @@ CONTENDERS: dict[str, Callable[[Case], Contender]] = {
     "FSDP2, blocks compiled": lambda case: fsdp2(case, compiled=True),
     "mfsdp_fn": lambda case: ours(case, "eager"),
     "mfsdp_fn, cast at gather": lambda case: ours(case, "eager", stored=False),
+    "mfsdp_fn, two in flight": lambda case: ours(case, "eager", inflight=2),
     "mfsdp_fn, module": lambda case: ours(case, "module"),
     "mfsdp_fn, blocks compiled": lambda case: ours(case, "blocks compiled"),
     "mfsdp_fn, blocks compiled, two in flight": lambda case: ours(case, "blocks compiled", inflight=2),

@@ -16,12 +16,14 @@ from torch.utils import _pytree as torch_pytree
 
 from . import traced, tree
 from .calls import Recordings, make_sinks, note_call, open_call
+from .checkpoints import refuse_reentrant_graph
 from .checks import check_flag, check_function, shown
 from .dbuffer import DBuffer, flatten_buffer, unflatten_buffer
 from .errors import StateError, bad
 from .gradients import finish_all
 from .outputs import check_loss, detached
-from .session import Saved, Session, refuse_reentrant_graph
+from .saved import Saved
+from .session import Session
 from .state import ShardState, UnitState, check_state, flatten_node, unflatten_node
 
 

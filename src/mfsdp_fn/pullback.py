@@ -11,11 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from . import tree
 from .calls import Recordings, make_sinks, note_call, open_call
+from .checkpoints import refuse_reentrant_graph
 from .checks import check_function
 from .errors import StateError, bad
 from .gradients import finish_all
 from .outputs import check_cotangents, check_outputs, detached
-from .session import Session, refuse_reentrant_graph
+from .session import Session
 from .state import ShardState, check_alive
 
 

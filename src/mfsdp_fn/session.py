@@ -4,15 +4,13 @@ Every unit that takes part enters autograd through one node (`_Enter`, fed by a 
 buffers never do) and is used through others (`_Use`), one a call of `unshard`. A `_Use` packs the gradients of one
 use; when all of them have, autograd reaches the `_Enter`, and the unit is reduced, once.
 
-Private torch API here, each with a test that fails when it goes: `UntypedStorage._cdata` and
-`torch.multiprocessing.reductions.StorageWeakRef` (which gathered buffer does a saved view belong to),
-`torch._C._autograd._top_saved_tensors_default_hooks` (which units does one checkpoint compute again together).
+Private torch API here, with a test that fails when it goes: `UntypedStorage._cdata` and
+`torch.multiprocessing.reductions.StorageWeakRef` (which gathered buffer does a saved view belong to).
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from typing import Any
 
@@ -20,13 +18,15 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .errors import MfsdpError, StateError, bad
+from .checkpoints import checkpointed_region, reentrant_error, refuse_reentrant_checkpoint
+from .errors import StateError, bad
 from .gradients import GradientSink
 from .runtime import ExecutionOrder
+from .saved import Kept, Saved
 from .state import ShardState, UnitState
 from .tape import Tape
-from .tape_record import Record, Slot, TapePhase
-from .tensor_parallel import TensorParallel, local_of, parallel_of, whole_of
+from .tape_record import Record, TapePhase
+from .tensor_parallel import local_of, parallel_of, whole_of
 from .unsharding import unit_values, whole_views
 
 
@@ -72,53 +72,6 @@ class _Use(torch.autograd.Function):
         return ctx.session.zero, None, None, None
 
 
-class Saved:
-    """A view saved for backward: which buffer, its geometry in it, and how many uses of units there had been."""
-
-    __slots__ = ("dtype", "number", "offset", "parallel", "position", "record", "shape", "slot", "stride")
-
-    def __init__(
-        self,
-        record: Record,
-        slot: Slot,
-        position: int,
-        number: int,
-        view: torch.Tensor,
-        parallel: TensorParallel | None,
-    ) -> None:
-        self.record, self.slot, self.position, self.number = record, slot, position, number
-        self.parallel = parallel  # of the DTensor whose local part the view is
-        self.dtype, self.shape, self.stride = view.dtype, view.shape, view.stride()
-        self.offset = view.storage_offset()
-
-
-class Kept:
-    """A tensor saved as it is, and its version: with hooks, autograd doesn't check for itself that none wrote to it."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.version = None if tensor.is_inference() else tensor._version
-
-    def get(self) -> torch.Tensor:
-        """The tensor, unchanged.
-
-        Raises:
-            StateError: it was written to.
-        """
-        if self.version is not None and self.tensor._version != self.version:
-            raise StateError(
-                bad(
-                    "loss_fn",
-                    f"an in-place write to a tensor of shape {tuple(self.tensor.shape)} that backward needs",
-                    "tensors that stay as they were saved",
-                    "write to a copy; torch.autograd.set_detect_anomaly(True) tells which operation saved it",
-                )
-            )
-        return self.tensor
-
-
 class Session:
     """One call: the tape, the gradients' destination, and the hooks that remember less.
 
@@ -150,10 +103,10 @@ class Session:
         record = self.tape.record_of(unit)
         grad_enabled = torch.is_grad_enabled()
         if not grad_enabled:
-            _refuse_reentrant_checkpoint()
+            refuse_reentrant_checkpoint()
         flats = self.tape.take(record)
         if grad_enabled and self.tape.phase is TapePhase.FORWARD:
-            self.tape.note_use(record, _checkpointed_region())
+            self.tape.note_use(record, checkpointed_region())
             flats = self._watch(record, flats)
         if grad_enabled and record.trainable:
             if record.entry is None:
@@ -291,7 +244,7 @@ class Session:
             )
         except RuntimeError as error:
             if "use_reentrant" in str(error):
-                raise _reentrant_error() from error
+                raise reentrant_error() from error
             raise
         return list(found)
 
@@ -309,27 +262,6 @@ class Session:
         self.uses.clear()
 
 
-def _reentrant_error() -> MfsdpError:
-    return StateError(
-        bad(
-            "loss_fn",
-            "torch.utils.checkpoint.checkpoint(…, use_reentrant=True)",
-            "use_reentrant=False",
-            "pass use_reentrant=False: the reentrant kind can't run under autograd.grad",
-        )
-    )
-
-
-def _refuse_reentrant_checkpoint() -> None:
-    """Reentrant checkpointing runs forward without grad, which by itself is legitimate: so look who calls."""
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_filename.endswith("checkpoint.py") and "torch" in code.co_filename:
-            raise _reentrant_error()
-        frame = frame.f_back
-
-
 @functools.cache
 def opaque_session() -> type[Session]:
     """The session for programs that compile something: a compiled loss breaks its graph at each `unshard`.
@@ -345,30 +277,3 @@ def opaque_session() -> type[Session]:
         gather = disable(Session.gather)
 
     return OpaqueSession
-
-
-def refuse_reentrant_graph(outputs: list[torch.Tensor], session: Session) -> None:
-    """Refuse a graph with a reentrant checkpoint in it, of which autograd would not say a word.
-
-    A checkpointed function that only closes over gathered weights gives them no gradient at all. This walks the whole
-    graph, so it is done once for a transformed function.
-    """
-    seen: set[Any] = set()
-    queue: list[Any] = [output.grad_fn for output in outputs]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            session.abandon()
-            raise _reentrant_error()
-        queue.extend(following for following, _ in node.next_functions)
-
-
-def _checkpointed_region() -> object | None:
-    """What identifies the non-reentrant checkpoint that forward is in; None outside one."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
-    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
-        return None
-    return hooks[0]
