@@ -116,7 +116,7 @@ def rewritten(rank: int, world: int, layout: str) -> None:
         before = sum(node.target is GATHER for node in changed.graph.nodes)
         found.append(casting.cast_into_gathered(changed.graph))
         after = [node.target for node in changed.graph.nodes]
-        assert before == after.count(GATHER) + after.count(casting.OPERATION)
+        assert before == after.count(GATHER) + after.count(casting.INTO)
         assert after.count(casting.OPERATION) == found[0]
         late = [[str(node.target) for node in weights_read_late(one.graph)] for one in (module, changed)]
         assert late[0] == late[1]

@@ -273,3 +273,19 @@ def aux_of_a_compiled_step(rank: int, world_size: int) -> None:
 
 def test_aux_may_depend_on_the_weights() -> None:
     run_ranks(2, aux_of_a_compiled_step)
+
+
+def vjp_in_a_compiled_step(rank: int, world_size: int) -> None:
+    params = {"w": torch.eye(2).requires_grad_()}
+    state = mf.shard(params, mf.plan(params, mesh_of(world_size), mf.zero3()))
+
+    def step(state: mf.ShardState) -> Any:
+        out, pullback = mf.vjp(lambda state: mf.unshard(state)["w"].sum(), state)
+        return out, pullback(torch.ones(()))[0]
+
+    with pytest.raises(Exception, match="`fn` got vjp inside a compiled step; expected an eager call"):
+        mf.compile(step, backend="aot_eager")(state)
+
+
+def test_vjp_in_a_compiled_step_is_refused() -> None:
+    run_ranks(1, vjp_in_a_compiled_step)

@@ -90,3 +90,22 @@ def rewritten(rank: int, world: int, dtype: torch.dtype, wire: torch.dtype) -> N
 @pytest.mark.parametrize("wire", [torch.float64, torch.float32])
 def test_products_go_straight_into_the_packed_buffer(world: int, wire: torch.dtype) -> None:
     run_ranks(world, rewritten, torch.float64, wire, timeout=120)
+
+
+def scaled(rank: int, world: int) -> None:
+    """Partial gradients of 100 and -99 in fp16: times 1024 before their sum they would be infinite."""
+    torch._dynamo.reset()
+    params: Any = {"w": torch.ones(4, 4, dtype=torch.float16).requires_grad_()}
+    state = mf.shard(params, mf.plan(params, mesh_of(world), mf.zero3(), grad_scale=float(world)))
+    x = torch.full((1, 4), 100.0 if rank == 0 else -99.0, dtype=torch.float16)
+
+    def step(state: mf.ShardState, x: torch.Tensor) -> mf.ShardState:
+        _, grads = mf.value_and_grad(lambda state, x: (x @ mf.unshard(state)["w"]).sum())(state, x)
+        return mf.tree_map(lambda grad: grad * 1024.0, grads)
+
+    for grads in (step(state, x), mf.compile(step)(state, x)):
+        assert torch.equal(grads.main[0], torch.full_like(grads.main[0], 1024.0))
+
+
+def test_a_factor_of_the_users_is_not_taken_for_the_mean() -> None:
+    run_ranks(2, scaled, timeout=120)

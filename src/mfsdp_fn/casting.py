@@ -1,7 +1,8 @@
-"""A pass for graphs that will be compiled to kernels: what is cast and gathered is cast into the gather's result.
+"""A pass of Inductor's: what is cast and gathered is cast into its place in the gather's result.
 
-Otherwise the cast is a buffer by itself until the gather is over, and is copied to its place in the result. Eager
-does the same, in `collectives.all_gather`.
+Otherwise the cast is a buffer by itself until the gather is over, and is copied to its place. Eager does the same, in
+`collectives.all_gather`. The gather stays one of Inductor's collectives, since those alone does it keep in the order of
+the graph, and all ranks must have one order. It is done late, when the graph may say that memory is written to.
 """
 
 from __future__ import annotations
@@ -11,24 +12,29 @@ from torch import fx
 
 from . import collectives
 
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _aten = torch.ops.aten
-_CAST = _aten._to_copy.default
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_CASTS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
-@torch.library.custom_op("mfsdp_fn::cast_and_gather", mutates_args=())
-def cast_and_gather(local: torch.Tensor, dtype: torch.dtype, size: int, rank: int, name: str) -> torch.Tensor:
-    """An even all-gather over the group `name`, to be waited for, of `local` in another dtype."""
-    return collectives.cast_and_gather(local, dtype, size, rank, name)
+# Opaque: a compiler would make forward's and backward's casts of one shard together, and so keep what backward gathers
+# into from forward on.
+@torch.library.custom_op("mfsdp_fn::cast_in_place", mutates_args=())
+def cast_in_place(local: torch.Tensor, dtype: torch.dtype, size: int, rank: int) -> torch.Tensor:
+    """Memory for an even gather over `size` ranks, with this rank's part in it, cast."""
+    return collectives.cast_in_place(local, dtype, size, rank)[0]
 
 
-@cast_and_gather.register_fake
-def _(local: torch.Tensor, dtype: torch.dtype, size: int, rank: int, name: str) -> torch.Tensor:
+@cast_in_place.register_fake
+def _(local: torch.Tensor, dtype: torch.dtype, size: int, rank: int) -> torch.Tensor:
     return local.new_empty(local.shape[0] * size, dtype=dtype)
 
 
 # What it is in a graph.
-OPERATION = torch.ops.mfsdp_fn.cast_and_gather.default
+OPERATION = torch.ops.mfsdp_fn.cast_in_place.default
+
+# A gather into memory that exists.
+INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
 
 def cast_into_gathered(graph: fx.Graph) -> int:
@@ -36,16 +42,21 @@ def cast_into_gathered(graph: fx.Graph) -> int:
     count = 0
     for gather in list(graph.nodes):
         cast = gather.args[0] if gather.target is _GATHER else None
-        if not isinstance(cast, fx.Node) or cast.target is not _CAST or len(cast.users) != 1:
+        if not isinstance(cast, fx.Node) or cast.target not in _CASTS or len(cast.users) != 1:
             continue
-        if set(cast.kwargs) != {"dtype"} or cast.meta["val"].dim() != 1:
+        local, value, (_, size, name) = cast.all_input_nodes[0], cast.meta["val"], gather.args
+        if value.dim() != 1 or not isinstance(value.shape[0], int) or value.dtype == local.meta["val"].dtype:
             continue
-        _, size, name = gather.args
+        assert isinstance(size, int)
         assert isinstance(name, str)
         rank = collectives.rank_in(name)
+        start = rank * value.shape[0]
         with graph.inserting_before(gather):
-            new = graph.call_function(OPERATION, (cast.args[0], cast.kwargs["dtype"], size, rank, name))
-        new.meta = dict(gather.meta)
+            whole = graph.call_function(OPERATION, (local, value.dtype, size, rank))
+            own = graph.call_function(_aten.slice.Tensor, (whole, 0, start, start + value.shape[0]))
+            new = graph.call_function(INTO, (own, size, name), {"out": whole})
+        whole.meta, new.meta = dict(gather.meta), dict(gather.meta)
+        own.meta = dict(cast.meta)
         gather.replace_all_uses_with(new)
         graph.erase_node(gather)
         graph.erase_node(cast)

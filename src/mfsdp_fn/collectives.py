@@ -103,7 +103,8 @@ def all_gather(
     if dtype is not None and dtype != local.dtype:
         if _can_cast_in_place(local, sizes, axis, dtype):
             name = _group(axis.gather_group, "all-gather")
-            return PendingCollective(cast_and_gather(local, dtype, axis.size, axis.rank, name), None, dtype)
+            whole, own = cast_in_place(local, dtype, axis.size, axis.rank)
+            return PendingCollective(_ops.all_gather_into_tensor_out(own, axis.size, name, out=whole), None, dtype)
         local = local.to(dtype)
         if axis.size == 1:
             return PendingCollective(local, None, dtype, on_wire=False)
@@ -142,15 +143,13 @@ def _can_cast_in_place(local: torch.Tensor, sizes: Sequence[int], axis: Axis, dt
     return real and dtype in _WIRE_DTYPES and len(set(sizes)) == 1 and not torch.compiler.is_compiling()
 
 
-def cast_and_gather(local: torch.Tensor, dtype: torch.dtype, size: int, rank: int, name: str) -> torch.Tensor:
-    """Launch an even all-gather of `local` in `dtype`: cast into its place in the result, and gathered from there.
+def cast_in_place(local: torch.Tensor, dtype: torch.dtype, size: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for an even all-gather, and this rank's part of it, which holds `local` in `dtype`.
 
     The cast by itself never exists, and NCCL, which finds its input in its place, copies nothing.
     """
-    full = local.new_empty(local.numel() * size, dtype=dtype)
-    own = full.narrow(0, rank * local.numel(), local.numel())
-    own.copy_(local)
-    return _ops.all_gather_into_tensor_out(own, size, name, out=full)
+    whole = local.new_empty(local.numel() * size, dtype=dtype)
+    return whole, whole.narrow(0, rank * local.numel(), local.numel()).copy_(local)
 
 
 def reduce_scatter(full: torch.Tensor, sizes: Sequence[int], axis: Axis) -> PendingCollective:

@@ -111,19 +111,22 @@ def _check_options(options: Mapping[str, Any]) -> None:
 _KEEP_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 
 
-def _store_what_is_read_late() -> Callable[[fx.Graph], None]:
-    """Inductor's last pass: what `graph.weights_read_late` finds becomes a tensor instead of being computed again."""
+def _last_pass() -> Callable[[fx.Graph], None]:
+    """Inductor's last pass: casts go where they are gathered from, and what `graph.weights_read_late` finds becomes a
+    tensor instead of being computed again.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    class Store(CustomGraphPass):
+    class Last(CustomGraphPass):
         def __call__(self, graph_: fx.Graph) -> None:
+            casting.cast_into_gathered(graph_)
             for node in graph.weights_read_late(graph_):
                 node.meta["inductor_realize_to_strides"] = True  # the key that Inductor's own passes use
 
         def uuid(self) -> Any:
-            return get_hash_for_files((__file__, graph.__file__))
+            return get_hash_for_files((__file__, graph.__file__, casting.__file__))
 
-    return Store()
+    return Last()
 
 
 def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -135,11 +138,10 @@ def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> C
 
     inner: Callable[..., Any]
     if backend == "inductor":
-        settings = {**_KEEP_ORDER, "post_grad_custom_post_pass": _store_what_is_read_late(), **options}
+        settings = {**_KEEP_ORDER, "post_grad_custom_post_pass": _last_pass(), **options}
 
         def inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
             products.compute_into_packed(module.graph)
-            casting.cast_into_gathered(module.graph)
             module.recompile()
             with warnings.catch_warnings():
                 # Importing it makes torch warn of its own use of torch.jit.
@@ -155,8 +157,7 @@ def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> C
             inner = functools.partial(inner, options=dict(options))
 
     def finish(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        recomputation.recompute(module.graph)
-        graph.regather(module.graph)
+        recomputation.recompute(module.graph, graph.regather(module.graph))
         graph.schedule(module.graph)
         module.graph.lint()
         module.recompile()

@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
 GATHER = _c10d.all_gather_into_tensor.default
-GATHERS = (GATHER, casting.OPERATION)
+GATHERS = (GATHER, casting.INTO)
 WAIT = _c10d.wait_tensor.default
 REDUCTIONS = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default)
 PACK = packing.OPERATION
@@ -107,15 +107,15 @@ def _with_views(part: list[fx.Node], place: dict[fx.Node, int], end: int) -> lis
     return sorted(found, key=place.__getitem__)
 
 
-def regather(graph: fx.Graph) -> int:
-    """Let backward gather annotated weights again; gives the number of gathers added.
+def regather(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Let backward gather annotated weights again; gives what backward has, by what forward has.
 
     The backward's uses of a forward gather's views get views of a new gather of the same shard, placed before the
     first of them. Several microbatches stand one after another: a forward's backward is the next one in the graph.
     """
     place = {node: number for number, node in enumerate(graph.nodes)}
     backward = [place[node] for node in graph.nodes if is_backward(node)]
-    before = _number_of_gathers(graph)
+    found: dict[fx.Node, fx.Node] = {}
     for part in _regathered_parts(graph):
         later = bisect.bisect_right(backward, place[part[-1]])
         if later == len(backward):
@@ -124,17 +124,16 @@ def regather(graph: fx.Graph) -> int:
         forward = _with_views(part, place, start)
         users = {user for node in forward for user in node.users if place[user] >= start and user.op != "output"}
         if users:
-            _copy_for(graph, users, forward, before=min(users, key=place.__getitem__))
+            found.update(_copy_for(graph, users, forward, before=min(users, key=place.__getitem__)))
     graph.eliminate_dead_code()
-    return _number_of_gathers(graph) - before
+    alive = set(graph.nodes)
+    return {node: copy for node, copy in found.items() if node in alive and copy in alive}
 
 
-def _number_of_gathers(graph: fx.Graph) -> int:
-    return sum(node.target is GATHER for node in graph.nodes)
-
-
-def _copy_for(graph: fx.Graph, users: Iterable[fx.Node], nodes: list[fx.Node], *, before: fx.Node) -> None:
-    """Give `users` copies of `nodes`, which stand in order."""
+def _copy_for(
+    graph: fx.Graph, users: Iterable[fx.Node], nodes: list[fx.Node], *, before: fx.Node
+) -> dict[fx.Node, fx.Node]:
+    """Give `users` copies of `nodes`, which stand in order; gives the copies by what they are of."""
     copies: dict[fx.Node, fx.Node] = {}
 
     def copied(node: fx.Node) -> fx.Node:
@@ -147,6 +146,7 @@ def _copy_for(graph: fx.Graph, users: Iterable[fx.Node], nodes: list[fx.Node], *
     for user in users:
         user.args = map_arg(user.args, copied)
         user.kwargs = map_arg(user.kwargs, copied)
+    return copies
 
 
 def schedule(graph: fx.Graph) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import REDUCTIONS, WAIT
+from .graph import INFLIGHT, REDUCTIONS, WAIT
 from .packing import OPERATION, PRODUCTS_OPERATION
 
 _aten = torch.ops.aten
@@ -71,13 +71,16 @@ def _rewrite(graph: fx.Graph, pack: fx.Node) -> int:
 
 
 def _mean_after(pack: fx.Node) -> fx.Node | None:
-    """The product of all that comes of `pack` with a power of two: it may as well come first."""
+    """The mean over ranks of what comes of `pack`, if its factor is a power of two: it may as well come first.
+
+    Not another factor, which may be a large one.
+    """
     node = pack
     while len(node.users) == 1:
         (node,) = node.users
         if node.target is _aten.mul.Tensor:
-            factor = node.args[1]
-            return node if isinstance(factor, float) and math.frexp(factor)[0] == 0.5 else None
+            factor, ours = node.args[1], INFLIGHT in (node.meta.get("custom") or {})
+            return node if ours and isinstance(factor, float) and math.frexp(factor)[0] == 0.5 else None
         if node.target not in (*REDUCTIONS, WAIT):
             return None
     return None

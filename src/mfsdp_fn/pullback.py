@@ -161,7 +161,7 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
 
     Raises:
         StateError: as `value_and_grad`; outputs in objects that optree doesn't know; a pullback called twice, or a
-            cotangent that doesn't fit.
+            cotangent that doesn't fit; a call inside a compiled step.
 
     >>> import torch, mfsdp_fn as mf
     >>> from mfsdp_fn.testing import single_rank
@@ -175,6 +175,10 @@ def vjp(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Pullback]:
     (tensor([[11.]]), tensor([[1., 2.]]), tensor([3., 4.]))
     """
     check_function("fn", fn, "mf.vjp(fn, state)")
+    if torch.compiler.is_compiling():
+        raise StateError(
+            bad("fn", "vjp inside a compiled step", "an eager call", "use value_and_grad there, or compile `fn` itself")
+        )
     recordings = Recordings()
     session, states, template, handed = open_call(state, recordings)
     inputs: list[torch.Tensor] = []

@@ -83,6 +83,14 @@ def _reduce(group: GroupSpec, grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return reduction.accumulate(group, reduction.launch(group, packed), None)
 
 
+def _constant(number: int) -> int:
+    """The same number, not a symbol: annotations take constants, and with ``dynamic=True`` Dynamo knows no others.
+
+    From 64 on it is 64: units in flight, as many as there will be.
+    """
+    return next((known for known in range(1, 64) if known == number), 64)
+
+
 class Session:
     """One traced call: gradient slots, and each unit's parameters."""
 
@@ -113,7 +121,7 @@ class Session:
 
     def _gather(self, unit: UnitState) -> dict[int, torch.Tensor]:
         spec = unit.spec
-        inflight = self.states[0].spec.runtime.max_inflight_reductions
+        inflight = _constant(self.states[0].spec.runtime.max_inflight_reductions)
         by_group: dict[int, Sequence[torch.Tensor]] = {}
         numbers = spec.unit_groups(unit.unit)
         for number, main, compute in zip(numbers, unit.main, unit.compute, strict=True):
