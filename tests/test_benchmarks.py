@@ -188,6 +188,7 @@ def test_a_trace_is_read() -> None:
 PROGRAMS = {
     ("collective_bandwidth.py", "--megabytes", "0.5", "--rounds", "1", "--dtype", "fp32"): "no owner exchange",
     ("overlap.py",): "nothing to read",
+    ("contention.py", "--millions", "0.1", "--width", "8", "--hidden", "8", "--rounds", "1"): "cost the products",
     ("prediction.py", "--size", "tiny"): "over 64 rank(s)",
     ("optimizer_step.py", "--size", "tiny", "--tokens", "16", "--rounds", "1", "--brief"): "muon iteration over",
 }

@@ -26,7 +26,8 @@ def compile(step: Callable[..., Any] | None = None, **torch_compile_options: Any
 
     Usable as a decorator, with or without options. What whole-step graphs need is switched on for calls of `step`
     only: tracing of `torch.autograd.grad`. The step becomes one ATen graph in which backward gathers weights again and
-    launches stand ahead of the compute that they run beside; then `backend` compiles it.
+    computes again what is cheap (norms, activations, casts: nothing random, no product), and launches stand ahead of
+    the compute that they run beside; then `backend` compiles it.
 
     Args:
         step: the function; its states, batches and scalars are inputs, so nothing is baked in but the plan.
