@@ -148,6 +148,12 @@ def opt_leaves(opt_state: Any, spec: ShardSpec) -> tuple[list[OptLeaf], Any]:
     paths, leaves, treespec = optree.tree_flatten_with_path(
         opt_state, is_leaf=lambda node: isinstance(node, ShardState), namespace=spec.namespace
     )
+    if paths == [()] and not isinstance(leaves[0], ShardState):
+        raise StateError(
+            bad(
+                "opt_state", shown(leaves[0]), "an optimizer's state, or None", "pass what init(state) or step returned"
+            )
+        )
     slots = slots_of(spec)
     parameters = {leaf.path: slots[leaf.group, leaf.index] for leaf in spec.leaves}
     found: dict[str, OptLeaf] = {}
@@ -190,15 +196,16 @@ def _entry(path: str, leaf: LeafSpec, group: GroupSpec, spec: ShardSpec, run: to
     shape, corner = _whole(leaf, spec.parallel_axes)
     replicas = [axis for axis, p in zip(group.axes, group.placements.optimizer, strict=True) if not p.is_sharded]
     beside = leaf.parallel.placements if leaf.parallel else [None] * len(spec.parallel_axes)
-    replicas += [axis for axis, p in zip(spec.parallel_axes, beside, strict=True) if not isinstance(p, Shard)]
+    # Over other axes buffers may be laid out otherwise, where DTensors are cut unevenly: the first rank writes.
+    first = not any(axis.rank for axis, p in zip(spec.parallel_axes, beside, strict=True) if not isinstance(p, Shard))
     parts: list[Part] = []
     if not shape.numel():
-        first = not any(axis.rank for axis in (*group.axes, *spec.parallel_axes))
-        parts.append(Part((0,) * len(shape), run.new_empty(shape), first))
+        alone = not any(axis.rank for axis in (*group.axes, *spec.parallel_axes))
+        parts.append(Part((0,) * len(shape), run.new_empty(shape), alone))
     for index, start, stop in group.main_pieces:
         if index != leaf.index:
             continue
-        mine = _shares(replicas, (start + stop) / (2 * group.main_range.size))
+        mine = first and _shares(replicas, _place(group, spec, (start + stop) / (2 * group.main_range.size)))
         begin, done = group.main_range.start + start - group.views[index][0], 0
         for offsets, sizes in boxes(leaf.shape, begin, begin + stop - start):
             size = math.prod(sizes)
@@ -208,8 +215,14 @@ def _entry(path: str, leaf: LeafSpec, group: GroupSpec, spec: ShardSpec, run: to
     return Entry(path, shape, run.dtype, tuple(parts), cells.get(id(group.mesh), (0, 1)))
 
 
+def _place(group: GroupSpec, spec: ShardSpec, inside: float) -> float:
+    """A place in a group's buffer, from 0 to 1, as one in all buffers. The same on ranks that hold the same."""
+    sizes = [other.layout.size for other in spec.groups]
+    return (sum(sizes[: group.number]) + inside * group.layout.size) / sum(sizes)
+
+
 def _shares(replicas: Sequence[Axis], place: float) -> bool:
-    """Whether this rank writes what lies at `place`, from 0 to 1, of a buffer that its replicas have too."""
+    """Whether this rank writes what lies at `place`, from 0 to 1, of what its replicas have too."""
     number, count = 0, 1
     for axis in replicas:
         number, count = number * axis.size + axis.rank, count * axis.size
