@@ -541,7 +541,7 @@ CASES: dict[str, Case] = {
     "checkpoint.load": Case(
         lambda **k: in_a_folder(lambda: loaded(**k)),
         lambda: {"path": "x", "spec": spec(), "opt": mf.optim.sgd(0.1)},
-        {"path": "text"},
+        {"path": "text", "opt": "none"},
     ),
     "optim.sgd().init": init_of(lambda: mf.optim.sgd(0.1)),
     "optim.sgd().step": step_of(lambda: mf.optim.sgd(0.1)),
