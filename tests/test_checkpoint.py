@@ -142,8 +142,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", range(len(PLANS)), ids=["-".join(map(str, plan)) for plan in PLANS])
 def test_loaded_under_another_plan(saved: dict[str, Any], number: int) -> None:
-    """Each plan loads what itself and three others saved; every optimizer is among them."""
-    some = [(number + step) % len(PLANS) for step in (0, 1, 3, 6)]
+    """Each plan loads what itself and two others saved; every optimizer is among them."""
+    some = [(number + step) % len(PLANS) for step in (0, 3, 4)]
     assert {name for other in some for name in used(other)} == {*OPTIMIZERS}
     folders = [list(saved)[other] for other in some]
     run_ranks(PLANS[number][0], load_all, number, folders, [saved[folder] for folder in folders])
@@ -291,6 +291,26 @@ def test_simulated_ranks(tmp_path: Path) -> None:
         assert_equal(found, rich())
 
 
+def inside_experts(rank: int, world: int, path: str) -> None:
+    """Rows of two leading dimensions: a rank's run begins and ends inside of dim 0."""
+    params = trainable({"w": torch.arange(60.0).view(5, 4, 3), "b": torch.arange(5.0)})
+    opt = mf.optim.from_gradient_transformation(Trace(1.0, 0.5))
+    cut = mf.plan(params, mesh_of(world), mf.zero3(), leading_dims={"w": 2}, shard_layout="unpadded")
+    state = mf.shard(params, cut)
+    state, opt_state = opt.step(mf.tree_map(torch.clone, state), opt.init(state), state)
+    state = mf.sync_model_weights(mf.tree_map(lambda x: x + 1, state))
+    mf.checkpoint.save(path, state, opt_state)
+    for spec in (mf.plan(params, mesh_of(world), mf.zero3()), cut):
+        loaded, trace, _ = mf.checkpoint.load(path, spec, opt)
+        assert_equal(mf.unshard(loaded), {name: torch.ones_like(value) for name, value in params.items()})
+        back, _ = opt.step(mf.zeros_like(loaded), trace, loaded)  # half of what the trace holds, the first weights
+        assert_equal(mf.unshard(back), {name: 1 - value / 2 for name, value in params.items()})
+
+
+def test_rows_inside_of_dim_0(tmp_path: Path) -> None:
+    run_simulated(6, inside_experts, str(tmp_path / "x"))
+
+
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (1, 5, 1, 2)])
 def test_boxes_are_a_run(shape: tuple[int, ...]) -> None:
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -377,9 +397,8 @@ def test_refused_before_anything_is_written(tmp_path: Path) -> None:
     assert "`opt_state.m` got a state of ShardSpec" in refused(
         save, path, ddp, {"m": mf.zeros_like(alone(bilinear(depth=4)))}
     )
-    assert "`opt_state.m` got a torch.device" in refused(save, path, state, {"m": torch.device("cpu")}).replace(
-        "a device", "a torch.device"
-    )
+    assert "`opt_state.m` got a device; expected ShardStates" in refused(save, path, state, {"m": torch.device("cpu")})
+    assert "`opt_state` got 3; expected an optimizer's state, or None" in refused(save, path, state, 3)
     assert "`opt_state` got two leaves named 'optimizer.a.b'" in refused(
         save, path, state, {"a.b": torch.ones(()), "a": {"b": torch.ones(())}}
     )
@@ -424,17 +443,17 @@ def test_refused_when_loaded(tmp_path: Path) -> None:
     assert "where there is nothing; expected a directory that checkpoint.save wrote" in refused(
         load, path, state.spec, opt
     )
-    assert "`path` got" in refused(load, tmp_path, state.spec, opt)
+    assert "where there is no checkpoint; expected a directory" in refused(load, tmp_path, state.spec, opt)
     mf.checkpoint.save(path, state, opt.init(state))
     assert "`spec` got a dict" in refused(load, path, {}, opt)
+    several = mf.plan(bilinear(), mf.AbstractMesh((2,), ("dp",)), mf.zero3())
+    assert "`spec` got a plan on an AbstractMesh of several ranks" in refused(load, path, several, opt)
     assert "`opt` got 3; expected an optimizer, or None" in refused(load, path, state.spec, 3)
     assert "`path` got a checkpoint without 'optimizer.momentum.embed'" in refused(
         load, path, state.spec, mf.optim.sgd(0.1, momentum=0.9)
     )
     more, fewer = bilinear(depth=4), bilinear(depth=2)
-    assert "`path` got a checkpoint without 'params.blocks.3.b'" in refused(load, path, alone(more).spec, opt).replace(
-        "blocks.3.w", "blocks.3.b"
-    )
+    assert "`path` got a checkpoint without 'params.blocks.3." in refused(load, path, alone(more).spec, opt)
     assert "`path` got a checkpoint with 'params.blocks.2.b' (1 more like it)" in refused(
         load, path, alone(fewer).spec, opt
     )
@@ -443,7 +462,7 @@ def test_refused_when_loaded(tmp_path: Path) -> None:
         load, path, alone(wide).spec, opt
     )
     single = alone(precision=mf.MixedPrecisionPolicy(main=torch.float32))
-    assert "(torch.float32); " not in (text := refused(load, path, single.spec, opt))
+    text = refused(load, path, single.spec, opt)
     assert "expected ((5, 4), torch.float32), as planned; plan with the main dtype that was saved: nothing is" in text
     assert "`path` got a checkpoint with 'optimizer" in refused(load, path, state.spec, Nothing())
     assert_equal(mf.unshard(load(path, state.spec, None)[0]), bilinear())  # weights alone
@@ -461,7 +480,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes").write_text("mine")
-    assert "file, a directory" not in refused(mf.checkpoint.save, tmp_path / "file", state, None)
+    assert "`path` got a file, " in refused(mf.checkpoint.save, tmp_path / "file", state, None)
     text = refused(mf.checkpoint.save, tmp_path / "folder", state, None)
     assert "a directory with other things than a checkpoint in it" in text and "step-1" in text
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "notes").read_text() == "mine"
