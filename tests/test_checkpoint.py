@@ -278,6 +278,21 @@ def test_tensor_parallel(tmp_path: Path, first: tuple[int, int], second: tuple[i
     run_ranks(second[0], over_two_axes, str(tmp_path), second[1], False)
 
 
+def stage_of_a_pipeline(rank: int, world: int, folder: str) -> None:
+    """Meshes of some of the ranks: each stage has its own parameters, and saves without the others."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    params = trainable({f"w{stage}": torch.arange(5.0) + stage})
+    state = mf.shard(params, mf.plan(params, mesh["dp"], mf.zero3()))
+    for _ in range(1 + stage):
+        mf.checkpoint.save(f"{folder}/{stage}", state, None)
+        assert_equal(mf.unshard(mf.checkpoint.load(f"{folder}/{stage}", state.spec, None)[0]), params)
+
+
+def test_stages_save_each_for_itself(tmp_path: Path) -> None:
+    run_ranks(4, stage_of_a_pipeline, str(tmp_path))
+
+
 def simulated(rank: int, world: int, path: str) -> dict[str, torch.Tensor]:
     spec = planned("unpadded", mf.zero3(), rich(), world)
     opt = mf.optim.adamw(0.5)

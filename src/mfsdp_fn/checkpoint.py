@@ -31,7 +31,7 @@ __all__ = ["load", "save"]
 def save(path: str | os.PathLike[str], state: ShardState, opt_state: Any, *, extra: Any = None) -> None:
     """Write weights, an optimizer's state and `extra` into the directory `path`; `load` reads it at any world size.
 
-    Collective. Every rank writes a file with its own part of main weights and moments; of replicas each writes a
+    Collective over the mesh (stages of a pipeline save into a directory each). Every rank writes a file with its own part of main weights and moments; of replicas each writes a
     share. No tensor is gathered, and one tensor's part at a time is copied. Ranks exchange objects a few times: what
     they write, and whether it went well. A failure on one rank raises on all of them.
 
@@ -120,7 +120,7 @@ def load(path: str | os.PathLike[str], spec: ShardSpec, opt: Optimizer | None) -
     if not isinstance(spec, ShardSpec):
         raise StateError(bad("spec", shown(spec), "a ShardSpec", "make one with plan(params, …)"))
     ranks = Ranks(spec)
-    _, reader = ranks.agree(lambda: _opened(path, spec, opt))
+    _, reader = ranks.agree(lambda: _opened(path, spec, opt), send=_nothing)
     told, (mine, state) = ranks.agree(lambda: _empty(path, spec, opt), send=lambda made: made[0])
     check_same(told)
     weights = of_state(state, WEIGHTS, cells_of(told, mine, spec))
