@@ -31,9 +31,10 @@ __all__ = ["load", "save"]
 def save(path: str | os.PathLike[str], state: ShardState, opt_state: Any, *, extra: Any = None) -> None:
     """Write weights, an optimizer's state and `extra` into the directory `path`; `load` reads it at any world size.
 
-    Collective over the mesh (stages of a pipeline save into a directory each). Every rank writes a file with its own part of main weights and moments; of replicas each writes a
-    share. No tensor is gathered, and one tensor's part at a time is copied. Ranks exchange objects a few times: what
-    they write, and whether it went well. A failure on one rank raises on all of them.
+    Collective over the mesh (stages of a pipeline save into a directory each). Every rank writes a file with its own
+    part of main weights and moments; of replicas each writes a share. No tensor is gathered, and one tensor's part at
+    a time is copied. Ranks exchange objects a few times: what they write, and whether it went well. A failure on one
+    rank raises on all of them.
 
     Files are written beside `path` and renamed when all are whole and on the disk. A save that fails leaves an older
     checkpoint at `path` as it was. Should the process die in the moment between the two renames, the older one is in
