@@ -27,7 +27,7 @@ from typing import Any
 
 PAGE = Path(__file__).with_name("api.md")
 PACKAGE = "mfsdp_fn"
-NAMESPACES = (PACKAGE, f"{PACKAGE}.optim", f"{PACKAGE}.testing")
+NAMESPACES = (PACKAGE, f"{PACKAGE}.checkpoint", f"{PACKAGE}.optim", f"{PACKAGE}.testing")
 WIDTH = 90
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Attributes", "Example", "Examples", "Note", "Notes")
 LISTS = ("Args", "Raises", "Attributes")  # sections made of `name: text` entries

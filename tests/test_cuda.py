@@ -19,6 +19,7 @@ from layouts import with_kind
 from mfsdp_fn import collectives, communicators
 from models import (
     EXACT,
+    LR,
     PRESETS,
     accumulated,
     assert_equal,
@@ -373,6 +374,34 @@ def ragged_dtypes(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", GPUS)
 def test_ragged_layouts_in_two_dtypes(tmp_path: Any, world: int) -> None:
     on_gpus(tmp_path, world, ragged_dtypes)
+
+
+def checkpointed(rank: int, world: int, folder: str) -> None:
+    """Saved under one plan and loaded under others: weights and moments, and a step that goes on, bit for bit."""
+    opt = mf.optim.adamw(LR, fused=False)
+    state, _ = planned("zero3", world, shard_layout="unpadded" if world > 1 else "padded")
+    opt_state = opt.init(state)
+
+    def stepped(state: mf.ShardState, opt_state: Any, step: int) -> tuple[mf.ShardState, Any]:
+        batches = [on_device(batch_of(step, micro, rank)) for micro in range(2)]
+        return opt.step(accumulated(sharded_loss, state, batches, float(world)), opt_state, state)
+
+    state, opt_state = stepped(state, opt_state, 0)
+    mf.checkpoint.save(f"{folder}/x", state, opt_state, extra={"step": torch.tensor(1, device="cuda")})
+    for preset in ("zero3", "zero1", "ddp"):
+        loaded, loaded_opt, extra = mf.checkpoint.load(f"{folder}/x", planned(preset, world)[0].spec, opt)
+        assert extra["step"] == 1 and loaded.main[0].is_cuda and loaded_opt.step.is_cuda and loaded_opt.step == 1
+        assert_equal(mf.unshard(loaded), mf.unshard(state), preset)
+        for name in ("exp_avg", "exp_avg_sq"):
+            got, expected = (mf.sync_model_weights(getattr(each, name)) for each in (loaded_opt, opt_state))
+            assert_equal(mf.unshard(got), mf.unshard(expected), (preset, name))
+    same, same_opt, _ = mf.checkpoint.load(f"{folder}/x", state.spec, opt)
+    assert_equal(mf.unshard(stepped(same, same_opt, 1)[0]), mf.unshard(stepped(state, opt_state, 1)[0]))
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_checkpoints(tmp_path: Any, world: int) -> None:
+    on_gpus(tmp_path, world, checkpointed, str(tmp_path))
 
 
 def redistributed(rank: int, world: int) -> None:

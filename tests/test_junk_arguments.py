@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,6 +82,18 @@ def stepping(opt: mf.optim.Optimizer) -> Any:
     """A whole step: some values, such as what a schedule returns, are only seen there."""
     weights = state()
     return opt.step(grads(), opt.init(weights), weights)
+
+
+def in_a_folder(call: Callable[[], Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        return call()
+
+
+def loaded(**arguments: Any) -> Any:
+    """A checkpoint at "x" is there to be loaded."""
+    now = state()
+    mf.checkpoint.save("x", now, mf.optim.sgd(0.1).init(now))
+    return mf.checkpoint.load(**arguments)
 
 
 def step_of(make: Callable[[], mf.optim.Optimizer]) -> Case:
@@ -515,6 +529,20 @@ CASES: dict[str, Case] = {
         lambda: {"grads": grads(), "max_norm": 1.0, "norm_type": 2.0, "donate": False},
         {"max_norm": "integer", "norm_type": "integer", "donate": "flag"},
     ),
+    "checkpoint.save": Case(
+        lambda **k: in_a_folder(lambda: mf.checkpoint.save(**k)),
+        lambda: {"path": "x", "state": (now := state()), "opt_state": mf.optim.sgd(0.1).init(now), "extra": None},
+        {
+            "path": "text",
+            "opt_state": "none",
+            "extra": "integer negative nan flag text none complex dtype",
+        },
+    ),
+    "checkpoint.load": Case(
+        lambda **k: in_a_folder(lambda: loaded(**k)),
+        lambda: {"path": "x", "spec": spec(), "opt": mf.optim.sgd(0.1)},
+        {"path": "text", "opt": "none"},
+    ),
     "optim.sgd().init": init_of(lambda: mf.optim.sgd(0.1)),
     "optim.sgd().step": step_of(lambda: mf.optim.sgd(0.1)),
     "optim.adamw().init": init_of(adamw),
@@ -601,6 +629,7 @@ def test_every_public_function_and_argument_is_in_the_table() -> None:
     public = {name: getattr(mf, name) for name in mf.__all__ if not inspect.ismodule(getattr(mf, name))}
     public |= {f"optim.{name}": getattr(mf.optim, name) for name in mf.optim.__all__}
     public |= {f"testing.{name}": getattr(mf.testing, name) for name in mf.testing.__all__}
+    public |= {f"checkpoint.{name}": getattr(mf.checkpoint, name) for name in mf.checkpoint.__all__}
     tested = {name for case in CASES for name in (case, case.split(".")[0], case.split(" ")[0])}
     short = {name: name.removeprefix("optim.").removeprefix("testing.") for name in public}
     missing = {name for name in public if name not in tested and short[name] not in MADE_ELSEWHERE}

@@ -30,7 +30,7 @@ ALLOWED = {
     "symmetric.py": r"torch\.ops\._c10d_functional",
     "session.py": r"\._cdata",  # which buffer a saved view belongs to
     "saved.py": r"\._version",  # whether a saved tensor was written to
-    "checkpoints.py": r"torch\._C\._autograd",  # checkpoints are told apart
+    "activation_checkpoints.py": r"torch\._C\._autograd",  # checkpoints are told apart
     "autodiff.py": r"from torch\.utils import _pytree",  # states become nodes of torch's own pytrees
     "compiling.py": r"(from )?torch\._(dynamo|functorch|inductor)\b.*",
     "casting.py": r"torch\.ops\._c10d_functional",

@@ -1,6 +1,6 @@
 """mfsdp_fn: fully sharded data parallel training as a functional library."""
 
-from . import optim, testing
+from . import checkpoint, optim, testing
 from .autodiff import ValueAndGrad, saved_tensors_hooks, value_and_grad
 from .compiling import compile
 from .dbuffer import DBuffer
@@ -101,6 +101,7 @@ __all__ = [
     "build_for_row_atomic_unpadding",
     "build_for_tensor_atomic",
     "build_row_atomic_layout",
+    "checkpoint",
     "compile",
     "ddp",
     "finish_grad_sync",

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks as torch_saved_tensors_hook
 from torch.utils import _pytree as torch_pytree
 
 from . import traced, tree
+from .activation_checkpoints import refuse_reentrant_graph
 from .calls import Recordings, make_sinks, note_call, open_call
-from .checkpoints import refuse_reentrant_graph
 from .checks import check_flag, check_function, shown
 from .dbuffer import DBuffer, flatten_buffer, unflatten_buffer
 from .errors import StateError, bad

@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import tree
+from .activation_checkpoints import refuse_reentrant_graph
 from .calls import Recordings, make_sinks, note_call, open_call
-from .checkpoints import refuse_reentrant_graph
 from .checks import check_function
 from .errors import StateError, bad
 from .gradients import finish_all

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .checkpoints import checkpointed_region, reentrant_error, refuse_reentrant_checkpoint
+from .activation_checkpoints import checkpointed_region, reentrant_error, refuse_reentrant_checkpoint
 from .errors import StateError, bad
 from .gradients import GradientSink
 from .runtime import ExecutionOrder
