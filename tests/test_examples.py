@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -128,6 +129,8 @@ def start(witness: tuple[int, int], *command: str | Path) -> subprocess.Popen[st
         text=True,
         env=environment(),
         start_new_session=True,
+        # A shell's background job, as this one may be, ignores interrupts, and so would its children.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     os.close(witness[1])
     return process
