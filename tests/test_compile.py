@@ -97,7 +97,7 @@ def train_compiled(rank: int, world: int, shape: tuple[int, ...], presets: list[
             assert_equal(mf.unshard(state), plain_training(params, world, steps=3, micros=micros), (preset, micros))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_compiled_training_equals_the_unsharded_model(world: int) -> None:
     run_ranks(world, train_compiled, (world,), ["ddp", "zero1", "zero2", "zero3"], timeout=240)
 

@@ -47,8 +47,8 @@ def test_every_option_of_train_gpt_is_explained() -> None:
     [
         ("--strategy", "zero3"),
         pytest.param(("--strategy", "zero1", "--microbatches", "2", "--optimizer", "sgd"), marks=pytest.mark.soak),
-        ("--strategy", "zero2", "--precision", "bf16", "--steps", "10"),
-        ("--strategy", "hfsdp", "--mesh", "1", "2", "--steps", "10"),
+        pytest.param(("--strategy", "zero2", "--precision", "bf16", "--steps", "10"), marks=pytest.mark.soak),
+        pytest.param(("--strategy", "hfsdp", "--mesh", "1", "2", "--steps", "10"), marks=pytest.mark.soak),
     ],
     ids=lambda options: options[1],
 )

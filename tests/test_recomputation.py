@@ -158,7 +158,7 @@ def trained(rank: int, world: int) -> None:
             assert sum(kept(graph).values()) <= sum(kept(longer).values())
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_what_is_computed_again_is_the_same_and_costs_no_gather(world: int) -> None:
     run_ranks(world, trained, timeout=240)
 
