@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mfsdp_fn as mf
-from mfsdp_fn import collectives, messages, owner_exchange
+from mfsdp_fn import collectives, communicators, messages, owner_exchange
 from mfsdp_fn.gather_scatter import gather_to_owner, scatter_from_owner
 from mfsdp_fn.owner_planning import GroupOwnerLayout, assign_owner_work
 from models import mesh_of
@@ -145,6 +145,26 @@ def mapped(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_owner_map_without_packing(world: int) -> None:
     run_ranks(world, mapped, timeout=60)
+
+
+def idle(rank: int, world: int) -> int:
+    """A rank without messages; gives the all-reduces of two exchanges."""
+    mesh, layout = mesh_of(world), mf.build_for_row_atomic_unpadding([(world, 2), (4, 1)], world)
+    holders = [r for r in range(world) if layout.rank_range(r).intersect(layout.tensor_range(1)).size]
+    assert len(holders) < world
+    owners = GroupOwnerLayout(mesh, layout, {1: holders[0]}, dtype=torch.float32)
+    fulls = values([(world, 2), (4, 1)])
+    with unpacked(), Copies() as copies:
+        communicators._connected.clear()
+        for _ in range(2):
+            for index, full in gather_to_owner(shards_of(fulls, owners), owners).items():
+                assert torch.equal(full, fulls[index])
+    return copies.names.count("_c10d_functional::all_reduce")
+
+
+def test_ranks_without_messages_join_the_first_exchange() -> None:
+    # NCCL connects a communicator at its first call, and waits for every rank.
+    assert run_ranks(4, idle, timeout=60) == [1] * 4
 
 
 def failing(rank: int, world: int) -> None:

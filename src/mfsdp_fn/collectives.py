@@ -1,7 +1,7 @@
 """What a step launches. The only file that calls collectives, with three that it launches through: `messages.py`,
 `ragged.py` and `symmetric.py`; the groups to call them on are made, and warmed, in `communicators.py`.
 
-With these, `session.py`, `autodiff.py` and the compiled path they are also the only ones that use private torch API.
+They and a few others use private torch API; `tests/test_private_api.py` names each with what it uses.
 
 Collectives are asynchronous functional ops (``torch.ops._c10d_functional``: private, but what
 `torch.distributed._functional_collectives` and every compiler pass are built on): a launch returns a tensor
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from . import messages, ragged
-from .communicators import Axis, Peers
+from .communicators import Axis, Peers, connect
 from .errors import StateError, bad
 from .messages import PendingMessages
 from .simulation import Arrival
@@ -219,13 +219,18 @@ def takes_messages(peers: Peers, device: torch.device) -> bool:
 
 
 def send_and_receive(
-    sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], peers: Peers
+    sends: Sequence[tuple[int, torch.Tensor]],
+    receives: Sequence[tuple[int, torch.Tensor]],
+    peers: Peers,
+    device: torch.device,
 ) -> PendingMessages:
     """Launch messages of flat tensors to and from peers, counted in `Peers.group_order`; see `messages.launch`.
 
-    Bytes sent a rank: those of `sends`. A rank without messages launches nothing.
+    Bytes sent a rank: those of `sends`. All peers call it: a rank without messages launches none, but the first call
+    on a communicator connects them all.
     """
     group = _resolve_process_group(_group(peers.group, "exchange"))  # pyright: ignore[reportArgumentType]
+    connect(group, device)
     there, here = (
         [(peers.group_order[peer], one if one.dtype in _WIRE_DTYPES else one.view(torch.uint8)) for peer, one in some]
         for some in (sends, receives)

@@ -212,6 +212,19 @@ _joint_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...]
 _joint_groups = weakref.WeakKeyDictionary()
 
 
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect all ranks of a group before its first messages: NCCL does so at a first call that all of them must join.
+
+    Collective over the group the first time (a 1-element all-reduce).
+    """
+    if group not in _connected:
+        _ops.wait_tensor(_ops.all_reduce(torch.zeros(1, device=device), "sum", group.group_name))
+        _connected.add(group)
+
+
 def peers_of(mesh: Mesh, axes: Sequence[int] | None = None) -> Peers:
     """The ranks that share a buffer sharded over `axes`, with a communicator over all of them.
 

@@ -242,7 +242,7 @@ def _send_shards(
     sends = [(peer, flat[number][index]) for peer, (number, index), _ in route.mine]
     receives = [(peer, landed[place].narrow(0, start, size)) for peer, place, start, size in route.theirs]
     with labelled("launch owner exchange", _subject(layouts), "gather"):
-        pending = collectives.send_and_receive(sends, receives, route.peers)
+        pending = collectives.send_and_receive(sends, receives, route.peers, communicators.device_of(layouts[0].mesh))
     for (number, index), full in landed.items():
         for piece in layouts[number].pieces[index]:
             if piece.rank == layouts[number].this_rank:
@@ -323,7 +323,7 @@ def launch_scatter(
         landed = {place: torch.empty(size, dtype=wires[place[0]], device=device) for _, place, size in route.mine}
         receives = [(peer, landed[place]) for peer, place, _ in route.mine]
         with labelled("launch owner exchange", _subject(layouts), "scatter"):
-            pending = collectives.send_and_receive(sends, receives, route.peers)
+            pending = collectives.send_and_receive(sends, receives, route.peers, device)
         return PendingScatter(layouts, flat, tuple(known), wires, route, pending, landed)
     send = [(peer, size * wires[place[0]].itemsize) for peer, place, _, size in route.theirs]
     receive = [(peer, size * wires[place[0]].itemsize) for peer, place, size in route.mine]
