@@ -265,6 +265,8 @@ class _Pool:
     def _fail(self, answers: list[_Answer | None], timeout: float) -> NoReturn:
         unanswered = tuple(rank for rank, answer in enumerate(answers) if answer is None)
         stacks = {rank: self._stack(rank) for rank in unanswered}
+        died = [rank for rank, answer in enumerate(answers) if answer and answer.error is not None and not answer.trace]
+        last = {rank: said for rank in died if (said := self._read_stack(rank, patience=0.1))}
         codes = self.stop()
         exceptions: list[BaseException | None] = [None] * len(answers)
         reports: dict[tuple[str, str], list[int]] = {}  # ranks that raised the same error share one report
@@ -279,6 +281,7 @@ class _Pool:
             reports.setdefault((headline, answer.trace), []).append(rank)
         heads = [f"{_name(ranks, len(answers))}: {head}" for (head, _), ranks in reports.items()]
         bodies = [f"{_name(ranks, len(answers))}:\n{trace}" for (_, trace), ranks in reports.items() if trace]
+        bodies += [f"rank {rank} died at:\n{stack}" for rank, stack in last.items()]
         if unanswered:
             when = f"{GRACE:g} s of the first error" if reports else f"{timeout:g} s"
             heads.append(f"{_name(unanswered, len(answers))}: did not answer within {when}")
@@ -291,15 +294,17 @@ class _Pool:
     def _stack(self, rank: int) -> str:
         """Where a worker that doesn't answer is: its handler writes this even while it is blocked in C++."""
         os.kill(self.pids[rank], signal.SIGUSR1)  # safe: the zygote reaps no worker before it is told to
+        return self._read_stack(rank, patience=1.0) or "(it did not say)\n"
+
+    def _read_stack(self, rank: int, patience: float) -> str:
         chunks: list[bytes] = []
-        patience = 1.0
         while select.select([self.stacks[rank]], [], [], patience)[0]:
             chunk = os.read(self.stacks[rank], 1 << 16)
             if not chunk:
                 break
             chunks.append(chunk)
             patience = 0.1
-        return b"".join(chunks).decode(errors="replace") or "(it did not say)\n"
+        return b"".join(chunks).decode(errors="replace")
 
 
 def _name(ranks: Sequence[int], world_size: int) -> str:
@@ -380,6 +385,7 @@ def _work(rank: int, world_size: int, connection: Connection, stacks: int, warni
     import torch
 
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=True)  # a crash in C++ says where too
     torch.set_num_threads(1)
     while True:
         try:

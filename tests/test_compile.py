@@ -102,8 +102,9 @@ def test_compiled_training_equals_the_unsharded_model(world: int) -> None:
     run_ranks(world, train_compiled, (world,), ["ddp", "zero1", "zero2", "zero3"], timeout=240)
 
 
-def test_compiled_training_on_two_axes() -> None:
-    run_ranks(4, train_compiled, (2, 2), ["hsdp", "hfsdp"], timeout=240)
+@pytest.mark.parametrize("preset", [pytest.param("hsdp", marks=pytest.mark.soak), "hfsdp"])
+def test_compiled_training_on_two_axes(preset: str) -> None:
+    run_ranks(4, train_compiled, (2, 2), [preset], timeout=240)
 
 
 def headed_loss(state: mf.ShardState, batch: Any, factor: float) -> torch.Tensor:

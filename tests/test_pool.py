@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import warnings
@@ -71,6 +72,11 @@ def wait_for_ever_on(rank: int, world_size: int, stuck: int) -> None:
 def die_on(rank: int, world_size: int, doomed: int) -> None:
     if rank == doomed:
         os._exit(7)
+
+
+def crash_on(rank: int, world_size: int, doomed: int) -> None:
+    if rank == doomed:
+        os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def mismatch(rank: int, world_size: int) -> None:
@@ -171,6 +177,12 @@ def test_a_rank_that_dies() -> None:
         run_ranks(2, die_on, 0)
     assert [type(error) for error in caught.value.exceptions] == [ChildProcessError, type(None)]
     assert len(run_ranks(2, sum_of, 1)) == 2
+
+
+def test_a_rank_that_crashes_says_where() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2: the process died with exit code -11") as caught:
+        run_ranks(2, crash_on, 1)
+    assert "in crash_on" in str(caught.value).partition("rank 1 died at:")[2]
 
 
 @pytest.mark.skipif("INFO" in pool._ENVIRONMENT.values(), reason="torch 2.11's check of Gloo knows no reduce-scatter")

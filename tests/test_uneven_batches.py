@@ -120,7 +120,7 @@ def fused(rank: int, world: int, sizes: list[int], lean: bool) -> list[str]:
     for got, wanted in zip(grads.main, expected.main, strict=True):
         # bf16 sums of some hundred terms of about 1; weights of another unit would be off by far more.
         torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max()))
-    assert ("cast_in_place" in source) == lean
+    assert "cast_in_place" in source  # on CPUs gathers without a cast go into memory given, too
     return re.findall(r"_c10d_functional\.(\w+)\.default\(", source)
 
 

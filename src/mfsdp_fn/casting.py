@@ -38,14 +38,23 @@ INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
 
 def cast_into_gathered(graph: fx.Graph) -> int:
-    """Join every cast with the gather that alone reads it; gives their number."""
+    """Join every cast with the gather that alone reads it; gives the number of gathers changed.
+
+    Gathers of CPU tensors are changed without a cast too: Gloo runs a gather that allocates its result as a coalesced
+    one, which is not safe (see `collectives._even_gather`).
+    """
     count = 0
     for gather in list(graph.nodes):
-        cast = gather.args[0] if gather.target is _GATHER else None
-        if not isinstance(cast, fx.Node) or cast.target not in _CASTS or len(cast.users) != 1:
+        sent = gather.args[0] if gather.target is _GATHER else None
+        if not isinstance(sent, fx.Node):
             continue
-        local, value, (_, size, name) = cast.all_input_nodes[0], cast.meta["val"], gather.args
-        if value.dim() != 1 or not isinstance(value.shape[0], int) or value.dtype == local.meta["val"].dtype:
+        value, (_, size, name) = sent.meta["val"], gather.args
+        if value.dim() != 1 or not isinstance(value.shape[0], int):
+            continue
+        local = sent.all_input_nodes[0] if sent.target in _CASTS and len(sent.users) == 1 else sent
+        if value.dtype == local.meta["val"].dtype:
+            local = sent
+        if local is sent and value.device.type != "cpu":
             continue
         assert isinstance(size, int)
         assert isinstance(name, str)
@@ -56,9 +65,10 @@ def cast_into_gathered(graph: fx.Graph) -> int:
             own = graph.call_function(_aten.slice.Tensor, (whole, 0, start, start + value.shape[0]))
             new = graph.call_function(INTO, (own, size, name), {"out": whole})
         whole.meta, new.meta = dict(gather.meta), dict(gather.meta)
-        own.meta = dict(cast.meta)
+        own.meta = dict(sent.meta)
         gather.replace_all_uses_with(new)
         graph.erase_node(gather)
-        graph.erase_node(cast)
+        if local is not sent:
+            graph.erase_node(sent)
         count += 1
     return count

@@ -130,6 +130,15 @@ def _last_pass() -> Callable[[fx.Graph], None]:
     return Last()
 
 
+def _with_casts_in_place(backend: Callable[..., Any]) -> Callable[..., Any]:
+    def call(module: fx.GraphModule, inputs: list[Any]) -> Any:
+        casting.cast_into_gathered(module.graph)
+        module.recompile()
+        return backend(module, inputs)
+
+    return call
+
+
 def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Dynamo's graph to ATen, our passes, then the user's backend."""
     # Public, but the module re-exports it without an `__all__`.
@@ -156,6 +165,8 @@ def _backend(backend: str | Callable[..., Any], options: Mapping[str, Any]) -> C
         inner = lookup_backend(backend) if isinstance(backend, str) else backend
         if options:
             inner = functools.partial(inner, options=dict(options))
+        if isinstance(backend, str):  # a function may look at the graph, and finds plain gathers there
+            inner = _with_casts_in_place(inner)
 
     def finish(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         recomputation.recompute(module.graph, graph.regather(module.graph))
